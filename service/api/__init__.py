@@ -1,0 +1,1 @@
+"""HTTP: routes, schemas, streaming. Imports no torch."""

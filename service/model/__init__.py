@@ -1,0 +1,1 @@
+"""Models whose linear layers keep their weights compressed."""

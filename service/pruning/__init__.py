@@ -1,0 +1,1 @@
+"""Pruning: magnitude and Wanda, calibration, the perplexity report."""
