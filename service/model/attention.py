@@ -132,11 +132,19 @@ def paged_attention_forward(
         raise RuntimeError("paged attention was called outside of a step")
     layer = getattr(module, "layer_idx", None)
     if not isinstance(layer, int) or not 0 <= layer < len(step.cache.keys):
-        raise ValueError(f"{type(module).__name__} has layer_idx {layer!r}, which is none of the cached layers")
+        raise ValueError(
+            f"{type(module).__name__} has layer_idx {layer!r}, which is none of the cached layers"
+        )
     for name in _UNSUPPORTED_ARGUMENTS:
         if kwargs.get(name) is not None:
-            raise ValueError(f"{type(module).__name__} (layer {layer}) wants {name}, which paged attention lacks")
-    if attention_mask is not None or kwargs.get("is_causal") is False or getattr(module, "is_causal", True) is False:
+            raise ValueError(
+                f"{type(module).__name__} (layer {layer}) wants {name}, which paged attention lacks"
+            )
+    if (
+        attention_mask is not None
+        or kwargs.get("is_causal") is False
+        or getattr(module, "is_causal", True) is False
+    ):
         raise ValueError(f"{type(module).__name__} (layer {layer}) is not plain causal attention")
     keys, values = step.cache.keys[layer], step.cache.values[layer]
     heads, head_dim = keys.shape[2:]

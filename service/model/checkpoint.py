@@ -165,7 +165,10 @@ class Checkpoint:
             for entry in _read_header(file):
                 if entry.name in plain:
                     raise fault(
-                        file, entry.name, "each tensor in one file", f"it in {plain[entry.name].file.name} as well"
+                        file,
+                        entry.name,
+                        "each tensor in one file",
+                        f"it in {plain[entry.name].file.name} as well",
                     )
                 plain[entry.name] = entry
         checkpoint = cls(path=root, config=config, entries={})
@@ -210,7 +213,9 @@ class Checkpoint:
         """
         entry = self.entries.get(name)
         if entry is None:
-            raise fault(self.path, name, f"a tensor of shape {list(shape)}", "none", _nearest(name, self.entries))
+            raise fault(
+                self.path, name, f"a tensor of shape {list(shape)}", "none", _nearest(name, self.entries)
+            )
         if entry.shape != shape:
             raise fault(
                 entry.file,
@@ -320,7 +325,10 @@ class Checkpoint:
         counts = ends - starts
         if starts.numel() and int(starts[0]) != 0:
             raise fault(
-                entry.row_offsets.file, entry.row_offsets.name, "row 0 to start at value 0", f"{int(starts[0])}"
+                entry.row_offsets.file,
+                entry.row_offsets.name,
+                "row 0 to start at value 0",
+                f"{int(starts[0])}",
             )
         bad = torch.nonzero((counts < 0) | (ends > entry.nnz))
         if bad.numel():
@@ -347,7 +355,10 @@ class Checkpoint:
             got = file.readinto(view[done:])
             if not got:
                 raise fault(
-                    entry.file, entry.name, f"{len(view)} bytes at byte {entry.offset}", f"{done}: the file is truncated"
+                    entry.file,
+                    entry.name,
+                    f"{len(view)} bytes at byte {entry.offset}",
+                    f"{done}: the file is truncated",
                 )
             done += got
 
@@ -389,7 +400,10 @@ def _check_bitmask(entry: PackedEntry, first: int, bitmap: Tensor, counts: Tenso
     if K % 8 and np.any(bits[:, -1] >> (K % 8)):
         row = int(np.flatnonzero(bits[:, -1] >> (K % 8))[0])
         raise fault(
-            entry.bitmask.file, entry.bitmask.name, f"no bit set past column {K - 1}", f"one in row {first + row}"
+            entry.bitmask.file,
+            entry.bitmask.name,
+            f"no bit set past column {K - 1}",
+            f"one in row {first + row}",
         )
 
 
@@ -421,9 +435,14 @@ def _weight_files(root: Path) -> list[Path]:
     shards_found = sorted(file.name for file in root.glob("*.safetensors"))
     if shards_found:
         raise fault(
-            root, None, "model.safetensors, or model.safetensors.index.json", f"{', '.join(shards_found)} and no index"
+            root,
+            None,
+            "model.safetensors, or model.safetensors.index.json",
+            f"{', '.join(shards_found)} and no index",
         )
-    others = sorted(file.name for file in root.iterdir() if file.suffix in (".bin", ".pt", ".pth", ".gguf", ".h5"))
+    others = sorted(
+        file.name for file in root.iterdir() if file.suffix in (".bin", ".pt", ".pth", ".gguf", ".h5")
+    )
     hint = (
         f"{', '.join(others)} is not read: pickled and other formats are never loaded. Convert to safetensors"
         if others
@@ -487,7 +506,10 @@ def _read_header(file: Path) -> list[TensorEntry]:
     for entry in sorted(entries, key=lambda item: (item.offset, item.nbytes)):
         if entry.offset != position:
             raise fault(
-                file, entry.name, f"its data to start at byte {position}", f"{entry.offset}: an overlap or a hole"
+                file,
+                entry.name,
+                f"its data to start at byte {position}",
+                f"{entry.offset}: an overlap or a hole",
             )
         position += entry.nbytes
     if position != size:
@@ -521,11 +543,17 @@ def _parse_entry(file: Path, name: str, value: object, start: int, size: int) ->
     nbytes = math.prod(shape) * dtype.itemsize
     if offsets[1] - offsets[0] != nbytes:
         raise fault(
-            file, name, f"{nbytes} bytes for {tag} {shape}", f"data_offsets that span {offsets[1] - offsets[0]}"
+            file,
+            name,
+            f"{nbytes} bytes for {tag} {shape}",
+            f"data_offsets that span {offsets[1] - offsets[0]}",
         )
     if start + offsets[1] > size:
         raise fault(
-            file, name, f"its data to end at byte {start + offsets[1]}", f"a file of {size} bytes: it is truncated"
+            file,
+            name,
+            f"its data to end at byte {start + offsets[1]}",
+            f"a file of {size} bytes: it is truncated",
         )
     return TensorEntry(name, dtype, tuple(shape), file, start + offsets[0], nbytes)
 
@@ -541,13 +569,21 @@ def _group_packed(checkpoint: Checkpoint, plain: dict[str, TensorEntry]) -> dict
                 )
     entries: dict[str, Entry] = dict(plain)
     modules = sorted(
-        {name.removesuffix(end) for name in plain for end in (".compressed", ".bitmask") if name.endswith(end)}
+        {
+            name.removesuffix(end)
+            for name in plain
+            for end in (".compressed", ".bitmask")
+            if name.endswith(end)
+        }
     )
     for module in modules:
         packed = _packed_entry(checkpoint, module, plain)
         if packed.name in plain:
             raise fault(
-                plain[packed.name].file, packed.name, "one form of each weight", f"it dense and as {module}.compressed"
+                plain[packed.name].file,
+                packed.name,
+                "one form of each weight",
+                f"it dense and as {module}.compressed",
             )
         for ending in (".compressed", ".bitmask", ".row_offsets", ".shape"):
             del entries[module + ending]
@@ -584,7 +620,9 @@ def _packed_entry(checkpoint: Checkpoint, module: str, plain: dict[str, TensorEn
         )
     offsets = part(".row_offsets")
     if sizes.dtype != torch.int64 or len(sizes.shape) != 1 or sizes.shape[0] not in (1, 2):
-        raise fault(sizes.file, sizes.name, "int64 [2]", f"{sizes.dtype} {list(sizes.shape)}".removeprefix("torch."))
+        raise fault(
+            sizes.file, sizes.name, "int64 [2]", f"{sizes.dtype} {list(sizes.shape)}".removeprefix("torch.")
+        )
     shape = tuple(checkpoint.read_small(sizes).tolist())
     # A product that is out of proportion to the bitmask is refused here, before memory is asked for.
     if any(size < 0 for size in shape):

@@ -21,7 +21,7 @@ from kernels_ext import decoder_ops  # noqa: F401 - registers the ops that are b
 from .attention import STATIC_ROPE_TYPES, allocate_kv_cache, rope_tables
 from .checkpoint import Checkpoint
 from .interface import ForwardBatch, KvCache, LayerReport, ModelSpec
-from .linear import BoundLinear, Format, SparseLinear
+from .linear import TIED_HEAD, BoundLinear, SparseLinear
 from .weights import LinearPlan, WeightReader
 
 _log = logging.getLogger(__name__)
@@ -148,18 +148,34 @@ class DecoderPlan:
         if self.head is not None:
             yield self.head
 
+    def others(self, config: Any) -> Iterable[tuple[str, tuple[int, ...]]]:
+        """Name and shape of every tensor that is in no linear layer."""
+        hidden, head_dim = (config.hidden_size,), (_head_dim(config),)
+        yield self.embedding, (config.vocab_size, config.hidden_size)
+        for layer in self.layers:
+            yield layer.input_norm, hidden
+            yield layer.post_norm, hidden
+            for norm in (layer.q_norm, layer.k_norm):
+                if norm is not None:
+                    yield norm, head_dim
+        yield self.norm, hidden
+
 
 def make_plan(config: Any, checkpoint: Checkpoint) -> DecoderPlan:
     """Lay out which tensors a supported configuration wants."""
     family = _FAMILIES[config.model_type]
     # A bare LlamaModel is stored without the prefix.
-    bare = "model.embed_tokens.weight" not in checkpoint.entries and "embed_tokens.weight" in checkpoint.entries
+    bare = (
+        "model.embed_tokens.weight" not in checkpoint.entries and "embed_tokens.weight" in checkpoint.entries
+    )
     prefix = "" if bare else "model."
     hidden, inner, head_dim = config.hidden_size, config.intermediate_size, _head_dim(config)
     q_rows, kv_rows = config.num_attention_heads * head_dim, config.num_key_value_heads * head_dim
     mlp_bias = bool(getattr(config, "mlp_bias", False))
 
-    def linear(module: str, parts: dict[str, int], K: int, bias: bool, fused: str | None = None) -> LinearPlan:
+    def linear(
+        module: str, parts: dict[str, int], K: int, bias: bool, fused: str | None = None
+    ) -> LinearPlan:
         return LinearPlan(
             name=f"{module}.{fused or next(iter(parts))}",
             sources=tuple((f"{module}.{part}.weight", rows) for part, rows in parts.items()),
@@ -281,9 +297,7 @@ class NativeDecoder:
         for (qkv, o, gate_up, down, post_norm, next_norm, q_norm, k_norm, window), keys, values in zip(
             step.layers, kv_cache.keys, kv_cache.values, strict=True
         ):
-            q = rope_kv_write(
-                qkv(x), cos, sin, positions, slots, keys, values, heads, q_norm, k_norm, eps
-            )
+            q = rope_kv_write(qkv(x), cos, sin, positions, slots, keys, values, heads, q_norm, k_norm, eps)
             attended = paged_attention(q, keys, values, tables, starts, contexts, scale, window)
             x = add_rms_norm(o(attended), residual, post_norm, eps)
             x = add_rms_norm(down(silu_mul(gate_up(x))), residual, next_norm, eps)
@@ -363,9 +377,6 @@ class NativeDecoder:
                     return reader.linear(LinearPlan("lm_head", ((name, shape[0]),), hidden))
             reader.mark_used(name)
         return SparseLinear("lm_head", self._embedding, None, TIED_HEAD)
-
-
-TIED_HEAD = Format("dense", "tied to the input embedding, whose rows are looked up")
 
 
 def _head_dim(config: Any) -> int:

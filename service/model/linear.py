@@ -30,12 +30,17 @@ class Format:
     reason: str
 
 
+TIED_HEAD = Format("dense", "tied to the input embedding, whose rows are looked up")
+
+
 def bitmap_bytes(N: int, K: int, nnz: int, itemsize: int) -> int:
     """Bytes of a ``[N, K]`` bitmap weight: values, one bit an element, one offset a row and the end."""
     return nnz * itemsize + N * -(-K // 8) + 8 * (N + 1)
 
 
-def choose_format(N: int, K: int, dtype: torch.dtype, nnz: int, *, device: str, weights: str = "auto") -> Format:
+def choose_format(
+    N: int, K: int, dtype: torch.dtype, nnz: int, *, device: str, weights: str = "auto"
+) -> Format:
     """Decide between ``bitmap`` and ``dense`` storage for a ``[N, K]`` weight with ``nnz`` non-zeros.
 
     Bitmap is taken when it is smaller and when dispatch expects it to be no slower than dense at M=1, which is
@@ -61,7 +66,9 @@ def choose_format(N: int, K: int, dtype: torch.dtype, nnz: int, *, device: str, 
     choice = _choose("bitmap", device, dtype, N, K, sparsity, 1)
     if choice.backend == "dense":
         return Format("dense", f"a bitmap is slower at M=1: {choice.reason}")
-    return Format("bitmap", f"sparsity {sparsity:.3f}: {packed} bytes against {dense} dense. At M=1, {choice.reason}")
+    return Format(
+        "bitmap", f"sparsity {sparsity:.3f}: {packed} bytes against {dense} dense. At M=1, {choice.reason}"
+    )
 
 
 def describe(
@@ -80,7 +87,8 @@ def describe(
         dense_bytes=dense,
         stored_bytes=dense if stored.name == "dense" else bitmap_bytes(N, K, nnz, dtype.itemsize),
         backends={
-            dispatch.m_bucket(M): _choose(stored.name, device, dtype, N, K, sparsity, M).backend for M in _REPORTED_M
+            dispatch.m_bucket(M): _choose(stored.name, device, dtype, N, K, sparsity, M).backend
+            for M in _REPORTED_M
         },
         reason=stored.reason,
     )
@@ -112,7 +120,12 @@ class SparseLinear(nn.Module):
     """
 
     def __init__(
-        self, name: str, weight: Tensor | BitmapWeight, bias: Tensor | None, stored: Format, nnz: int | None = None
+        self,
+        name: str,
+        weight: Tensor | BitmapWeight,
+        bias: Tensor | None,
+        stored: Format,
+        nnz: int | None = None,
     ) -> None:
         """Take over a weight. ``nnz`` spares counting where the caller knows it.
 
@@ -171,7 +184,14 @@ class SparseLinear(nn.Module):
 
     def calls(self) -> dict[str, int]:
         """Calls through `forward` since load by "backend|m_bucket"."""
-        return {f"{bound.backend}|{bound.bucket}": bound.calls for bound in self._bound.values() if bound.calls}
+        return {
+            f"{bound.backend}|{bound.bucket}": bound.calls for bound in self._bound.values() if bound.calls
+        }
+
+    def reset_calls(self) -> None:
+        """Start counting anew."""
+        for bound in self._bound.values():
+            bound.calls = 0
 
     def report(self) -> LayerReport:
         """Describe the layer as stored, with the backend for every bucket of M."""

@@ -61,10 +61,14 @@ def load_model(
         served_dtype = resolve_dtype(checkpoint, config, dtype)
         reason = unsupported(config)
         if implementation == "native" and reason is not None:
-            raise SettingsError(f"implementation='native' was asked for, but {checkpoint.config_file}: {reason}")
+            raise SettingsError(
+                f"implementation='native' was asked for, but {checkpoint.config_file}: {reason}"
+            )
         native = reason is None and implementation != "transformers"
         spec = make_spec(checkpoint, config, served_dtype, target, max_model_len, native)
-        reader = WeightReader(checkpoint, dtype=served_dtype, device=target, weights=weights, progress=progress)
+        reader = WeightReader(
+            checkpoint, dtype=served_dtype, device=target, weights=weights, progress=progress
+        )
         if native:
             return NativeDecoder(spec, config, make_plan(config, checkpoint), reader)
         _log.info("%s runs through transformers: %s", spec.architecture, reason or "it was asked for")
@@ -105,7 +109,9 @@ def resolve_dtype(checkpoint: Checkpoint, config: Any, dtype: str) -> torch.dtyp
     if dtype == "auto":
         claimed = getattr(config, "dtype", None) or getattr(config.get_text_config(), "dtype", None)
         if claimed is None:
-            claimed = next((e.dtype for e in checkpoint.entries.values() if e.dtype in WEIGHT_DTYPES), torch.float32)
+            claimed = next(
+                (e.dtype for e in checkpoint.entries.values() if e.dtype in WEIGHT_DTYPES), torch.float32
+            )
         dtype = str(claimed).removeprefix("torch.")
     if dtype not in _DTYPES:
         raise SettingsError(f"dtype must be one of auto, {', '.join(_DTYPES)}, got {dtype!r}")
@@ -138,7 +144,9 @@ def make_spec(
     if max_model_len is None:
         max_model_len = positions
     if max_model_len is None:
-        raise SettingsError(f"{checkpoint.config_file} has no max_position_embeddings: max_model_len must be given")
+        raise SettingsError(
+            f"{checkpoint.config_file} has no max_position_embeddings: max_model_len must be given"
+        )
     if max_model_len < 1 or (positions is not None and max_model_len > positions):
         raise SettingsError(
             f"max_model_len must be at least 1 and at most {positions} (max_position_embeddings of "

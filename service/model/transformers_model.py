@@ -31,9 +31,9 @@ from transformers.pytorch_utils import Conv1D
 from service.errors import CheckpointError, StartupError
 
 from .attention import PAGED_ATTENTION, PagedStep, allocate_kv_cache, register, running_step
-from .checkpoint import Checkpoint, TensorEntry, fault
+from .checkpoint import Checkpoint, TensorEntry, fault, matrix_shape
 from .interface import ForwardBatch, KvCache, LayerReport, ModelSpec
-from .linear import Format, SparseLinear
+from .linear import TIED_HEAD, SparseLinear
 from .weights import LinearPlan, WeightReader
 
 _log = logging.getLogger(__name__)
@@ -42,7 +42,6 @@ _PROBE_TOKENS = 8
 # How far the two attention codes may be apart, relative to the largest logit: rounding of a few layers.
 _PROBE_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 8e-2, torch.float16: 2e-2}
 _EXPERTS = "experts are one 3-D parameter, which transformers' own code multiplies"
-_TIED = Format("dense", "tied to the input embedding, whose rows are looked up")
 
 
 def build_empty(config: Any, dtype: torch.dtype) -> Any:
@@ -75,19 +74,25 @@ def why_not_served(config: Any, max_model_len: int) -> str | None:
     What a configuration cannot tell is found by the check at load.
     """
     text = config.get_text_config()
-    kinds = set(getattr(text, "layer_types", None) or ()) - {"full_attention", "sliding_attention", "attention"}
+    kinds = set(getattr(text, "layer_types", None) or ()) - {
+        "full_attention",
+        "sliding_attention",
+        "attention",
+    }
     if kinds:
         return f"layers of type {', '.join(sorted(kinds))} need state other than keys and values"
     chunk = getattr(text, "attention_chunk_size", None)
     if chunk is not None and max_model_len > chunk:
-        return f"attention in chunks of {chunk} tokens is not implemented; max_model_len up to {chunk} would do"
+        return (
+            f"attention in chunks of {chunk} tokens is not implemented; max_model_len up to {chunk} would do"
+        )
     if getattr(text, "is_encoder_decoder", False):
         return "it is an encoder-decoder"
     return None
 
 
 @dataclass
-class _Conversion:
+class Conversion:
     """Tensors of the checkpoint that transformers merges or splits on loading."""
 
     converter: Any
@@ -105,7 +110,7 @@ class NameMap:
     """
 
     direct: dict[str, str] = field(default_factory=dict)
-    conversions: dict[str, _Conversion] = field(default_factory=dict)
+    conversions: dict[str, Conversion] = field(default_factory=dict)
     tied: dict[str, str] = field(default_factory=dict)
 
 
@@ -126,7 +131,7 @@ def map_names(model: Any, checkpoint: Checkpoint) -> NameMap:
         if pattern is None:
             names.direct[target] = source
         else:
-            conversion = names.conversions.setdefault(target, _Conversion(copy.deepcopy(by_pattern[pattern])))
+            conversion = names.conversions.setdefault(target, Conversion(copy.deepcopy(by_pattern[pattern])))
             conversion.sources.append((source, pattern))
     return names
 
@@ -185,6 +190,8 @@ class TransformersDecoder:
         self._fill(reader)
         model.eval()
         self._check_attention()
+        for linear in self._linears:
+            linear.reset_calls()
 
     def allocate_kv_cache(self, num_blocks: int, block_size: int) -> KvCache:
         """Make an empty cache on the model's device, in the model's dtype."""
@@ -206,7 +213,12 @@ class TransformersDecoder:
 
     def layer_reports(self) -> list[LayerReport]:
         """Describe every linear layer, in the model's order, and the experts that stay 3-D parameters."""
-        return [linear.report() for linear in self._linears] + expert_reports(self._model, self.spec.dtype)
+        experts = [
+            expert_report(name, tuple(parameter.shape), int(torch.count_nonzero(parameter)), parameter.dtype)
+            for name, parameter in self._model.named_parameters()
+            if parameter.dim() == 3
+        ]
+        return [linear.report() for linear in self._linears] + experts
 
     def linear_calls(self) -> dict[str, int]:
         """Calls since load by "backend|m_bucket"."""
@@ -218,7 +230,9 @@ class TransformersDecoder:
     def _logits(self, token_ids: Tensor, positions: Tensor, wanted: Tensor) -> Tensor:
         # No cache is passed: attention gets this step's keys and values alone and finds the rest itself.
         extra = {"logits_to_keep": wanted} if self._takes_indices else {}
-        output = self._model(input_ids=token_ids[None], position_ids=positions[None], use_cache=False, **extra)
+        output = self._model(
+            input_ids=token_ids[None], position_ids=positions[None], use_cache=False, **extra
+        )
         logits: Tensor = output.logits[0]
         if not self._takes_indices:
             logits = logits.index_select(0, wanted)
@@ -230,42 +244,69 @@ class TransformersDecoder:
         resolve_ties(names, reader)
         dtypes = _DtypePlan(model, self.spec.dtype)
         _materialise_buffers(model, self.spec.device)
-        converted = {
-            target: tensor
-            for first, conversion in names.conversions.items()
-            for target, tensor in _convert(model, first, conversion, reader)
-        }
-        modules = list(linear_modules(model))
-        tied: list[tuple[str, nn.Module]] = []
-        for path, module in modules:
+        modules = dict(linear_modules(model))
+        # Converted tensors: a linear's weight is packed at once, the rest waits for its turn below.
+        converted: dict[str, Tensor] = {}
+        packed: dict[str, SparseLinear] = {}
+        for first, conversion in names.conversions.items():
+            for target, tensor in convert(model, first, conversion, reader):
+                path = target.removesuffix(".weight")
+                if path != target and path in modules:
+                    packed[path] = self._place_converted(
+                        path, modules[path], tensor, reader, dtypes.of(target)
+                    )
+                else:
+                    converted[target] = tensor
+        for path, module in modules.items():
             if f"{path}.weight" in names.tied:
-                tied.append((path, module))
                 continue
             dtype = dtypes.of(f"{path}.weight")
             plan = linear_plan(path, module, names)
             if plan is not None:
-                self._place(path, reader.linear(plan, dtype))
-            else:
-                self._place(path, self._assemble(path, module, names, converted, reader, dtype))
-        for name, parameter in list(model.named_parameters()) + list(_persistent_buffers(model)):
-            if parameter.device.type != "meta" or name in names.tied:
+                self._replace(path, reader.linear(plan, dtype))
                 continue
-            tensor = self._take(name, parameter, names, converted, reader, dtypes.of(name))
-            _assign(model, name, tensor, isinstance(parameter, nn.Parameter))
-        for path, module in tied:
-            source = model.get_parameter(names.tied[f"{path}.weight"]).detach()
-            bias = None
-            if getattr(module, "bias", None) is not None:
-                bias = self._take(f"{path}.bias", module.bias, names, converted, reader, source.dtype)
-            self._place(path, SparseLinear(path, source, bias, _TIED))
+            if path not in packed:
+                weight = self._take(f"{path}.weight", module.weight, names, converted, reader, dtype)
+                packed[path] = self._place_converted(path, module, weight, reader, dtype)
+            linear = packed.pop(path)
+            bias = self._bias(path, module, names, converted, reader, dtype)
+            self._replace(path, SparseLinear(path, linear.weight, bias, linear.stored, linear.nnz))
+        for name, tensor in list(model.named_parameters()) + list(_persistent_buffers(model)):
+            if (
+                tensor.device.type == "meta"
+                and name not in names.tied
+                and name.rpartition(".")[0] not in modules
+            ):
+                value = self._take(name, tensor, names, converted, reader, dtypes.of(name))
+                _assign(model, name, value, isinstance(tensor, nn.Parameter))
         for name, source_name in names.tied.items():
-            if not name.removesuffix(".weight") in {path for path, _ in modules}:
-                _assign(model, name, model.get_parameter(source_name).detach(), True)
-        reader.check_all_used(_ignored_patterns(model))
+            source = model.get_parameter(source_name).detach()
+            path = name.removesuffix(".weight")
+            if path in modules:
+                bias = self._bias(path, modules[path], names, converted, reader, source.dtype)
+                self._replace(path, SparseLinear(path, source, bias, TIED_HEAD))
+            else:
+                _assign(model, name, source, True)
+        reader.check_all_used(ignored_patterns(model))
         # The order of the model, tied head included.
         self._linears = [module for module in model.modules() if isinstance(module, SparseLinear)]
 
-    def _assemble(
+    def _place_converted(
+        self, path: str, module: nn.Module, weight: Tensor, reader: WeightReader, dtype: torch.dtype
+    ) -> SparseLinear:
+        """Store a weight that did not come straight from one tensor of the checkpoint; the bias comes later."""
+        wanted = tuple(module.weight.shape)
+        if tuple(weight.shape) != wanted:
+            raise fault(
+                reader.checkpoint.path,
+                f"{path}.weight",
+                f"shape {list(wanted)}",
+                f"shape {list(weight.shape)}",
+            )
+        weight = weight.to(dtype)
+        return reader.place(path, (weight.T if isinstance(module, Conv1D) else weight).contiguous(), None)
+
+    def _bias(
         self,
         path: str,
         module: nn.Module,
@@ -273,15 +314,10 @@ class TransformersDecoder:
         converted: dict[str, Tensor],
         reader: WeightReader,
         dtype: torch.dtype,
-    ) -> SparseLinear:
-        """Make a layer of which some tensor was converted on loading."""
-        weight = self._take(f"{path}.weight", module.weight, names, converted, reader, dtype)
-        if isinstance(module, Conv1D):
-            weight = weight.T.contiguous()
-        bias = None
-        if getattr(module, "bias", None) is not None:
-            bias = self._take(f"{path}.bias", module.bias, names, converted, reader, dtype)
-        return reader.place(path, weight, bias)
+    ) -> Tensor | None:
+        if getattr(module, "bias", None) is None:
+            return None
+        return self._take(f"{path}.bias", module.bias, names, converted, reader, dtype)
 
     def _take(
         self,
@@ -304,7 +340,7 @@ class TransformersDecoder:
             raise fault(reader.checkpoint.path, name, f"shape {list(shape)}", f"shape {list(tensor.shape)}")
         return tensor.to(dtype).contiguous()
 
-    def _place(self, path: str, linear: SparseLinear) -> None:
+    def _replace(self, path: str, linear: SparseLinear) -> None:
         parent, _, leaf = path.rpartition(".")
         setattr(self._model.get_submodule(parent), leaf, linear)
 
@@ -361,30 +397,22 @@ class TransformersDecoder:
                 )
 
 
-def expert_reports(model: nn.Module, dtype: torch.dtype) -> list[LayerReport]:
-    """Describe the 3-D parameters of mixture-of-experts layers, which stay dense."""
-    reports = []
-    for name, parameter in model.named_parameters():
-        if parameter.dim() != 3:
-            continue
-        N, K = parameter.shape[0] * parameter.shape[1], parameter.shape[2]
-        known = parameter.device.type != "meta"
-        size = parameter.numel() * dtype.itemsize
-        reports.append(
-            LayerReport(
-                name=name,
-                N=N,
-                K=K,
-                dtype=str(dtype).removeprefix("torch."),
-                format="dense",
-                sparsity=1 - int(torch.count_nonzero(parameter)) / parameter.numel() if known else 0.0,
-                dense_bytes=size,
-                stored_bytes=size,
-                backends={},
-                reason=_EXPERTS,
-            )
-        )
-    return reports
+def expert_report(name: str, shape: tuple[int, ...], nnz: int, dtype: torch.dtype) -> LayerReport:
+    """Describe the 3-D parameter of a mixture-of-experts layer, which stays dense."""
+    N, K = matrix_shape(shape)
+    size = N * K * dtype.itemsize
+    return LayerReport(
+        name=name,
+        N=N,
+        K=K,
+        dtype=str(dtype).removeprefix("torch."),
+        format="dense",
+        sparsity=1 - nnz / (N * K),
+        dense_bytes=size,
+        stored_bytes=size,
+        backends={},
+        reason=_EXPERTS,
+    )
 
 
 class _DtypePlan:
@@ -410,7 +438,9 @@ def _materialise_buffers(model: Any, device: torch.device) -> None:
     """Give buffers that no checkpoint holds (rotary frequencies, say) their values, by transformers' own code."""
     for name, buffer in list(model.named_non_persistent_buffers()):
         parent, _, leaf = name.rpartition(".")
-        model.get_submodule(parent).register_buffer(leaf, torch.empty_like(buffer, device=device), persistent=False)
+        model.get_submodule(parent).register_buffer(
+            leaf, torch.empty_like(buffer, device=device), persistent=False
+        )
     # Parameters are still on the meta device, where initialising them costs nothing.
     model.initialize_weights()
 
@@ -420,8 +450,8 @@ def _persistent_buffers(model: Any) -> Iterator[tuple[str, Tensor]]:
     return ((name, buffer) for name, buffer in model.named_buffers() if name not in computed)
 
 
-def _convert(
-    model: Any, first: str, conversion: _Conversion, reader: WeightReader
+def convert(
+    model: Any, first: str, conversion: Conversion, reader: WeightReader
 ) -> Iterator[tuple[str, Tensor]]:
     """Run one of transformers' conversions on tensors of the checkpoint."""
 
@@ -471,9 +501,13 @@ def _same_values(reader: WeightReader, first: str, second: str) -> bool:
     return all(torch.equal(x, y) for (_, x), (_, y) in pairs)
 
 
-def _ignored_patterns(model: Any) -> list[str]:
+def ignored_patterns(model: Any) -> list[str]:
     """Names that transformers itself knows to be of no use in checkpoints of this architecture."""
-    return [*(model._keys_to_ignore_on_load_unexpected or ()), r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$"]
+    return [
+        *(model._keys_to_ignore_on_load_unexpected or ()),
+        r"rotary_emb\.inv_freq$",
+        r"(^|\.)position_ids$",
+    ]
 
 
 def _single_sequence(token_ids: Tensor, positions: Tensor, block_size: int) -> ForwardBatch:
