@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kernels_ext import BitmapWeight, bitmap_pack, dispatch
+from kernels_ext import BitmapWeight, bitmap_pack, build_info, dispatch
 from service.errors import BackendUnavailable
 
 from .interface import LayerReport
@@ -221,15 +221,49 @@ def pack(weight: Tensor) -> BitmapWeight:
     return bitmap_pack(weight)
 
 
+# What a step of either forward code calls; a device that lacks one of these cannot serve.
+_STEP_OPS = ("bitmap_linear", "dense_linear", "rms_norm", "rope_kv_write", "paged_attention", "silu_mul")
+
+
 def require_device(device: str) -> torch.device:
     """Return the torch device, or say why this build cannot serve on it.
+
+    Args:
+        device: "cpu", "cuda" or "cuda:1" and the like.
 
     Raises:
         BackendUnavailable: the build or the machine has no kernels for the device.
     """
-    if device == "cpu":
-        return torch.device("cpu")
-    raise BackendUnavailable(device)
+    kind = device.partition(":")[0]
+    if kind not in ("cpu", "cuda"):
+        raise BackendUnavailable(f"device must be cpu or cuda, got {device!r}")
+    if kind == "cuda":
+        build = build_info()
+        if not build.cuda_built:
+            raise BackendUnavailable(
+                f"device cuda needs CUDA kernels, but this build has none ({build.cuda_reason}). "
+                "Reinstall with -C cmake.define.KERNELS_CUDA=ON, or set LACUNAR_DEVICE=cpu."
+            )
+        if not build.cuda_loaded:
+            raise BackendUnavailable(
+                f"device cuda needs CUDA kernels, but they did not load ({build.cuda_reason}). "
+                "Install a CUDA build of torch, or set LACUNAR_DEVICE=cpu."
+            )
+        if not torch.cuda.is_available():
+            raise BackendUnavailable(
+                "device cuda needs an NVIDIA GPU, but torch sees none. Check the driver, or set LACUNAR_DEVICE=cpu."
+            )
+        missing = [op for op in _STEP_OPS if not _has_kernel(op, "CUDA")]
+        if missing:
+            raise BackendUnavailable(
+                f"device cuda needs CUDA kernels for {', '.join(missing)}, which this version does not have yet. "
+                "Set LACUNAR_DEVICE=cpu."
+            )
+    return torch.device(device)
+
+
+def _has_kernel(op: str, key: str) -> bool:
+    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(f"kernels_ext::{op}", key))
 
 
 def _choose(

@@ -65,6 +65,10 @@ def load_model(
                 f"implementation='native' was asked for, but {checkpoint.config_file}: {reason}"
             )
         native = reason is None and implementation != "transformers"
+        architecture = (config.architectures or [config.model_type])[0]
+        refusal = None if native else why_not_served(config, max_model_len)
+        if refusal is not None:
+            raise StartupError(f"{architecture} cannot be served: {refusal}")
         spec = make_spec(checkpoint, config, served_dtype, target, max_model_len, native)
         reader = WeightReader(
             checkpoint, dtype=served_dtype, device=target, weights=weights, progress=progress
@@ -72,9 +76,6 @@ def load_model(
         if native:
             return NativeDecoder(spec, config, make_plan(config, checkpoint), reader)
         _log.info("%s runs through transformers: %s", spec.architecture, reason or "it was asked for")
-        refusal = why_not_served(config, spec.max_model_len)
-        if refusal is not None:
-            raise StartupError(f"{spec.architecture} cannot be served: {refusal}")
         return TransformersDecoder(spec, build_empty(config, served_dtype), reader)
 
 

@@ -68,6 +68,9 @@ class WeightReader:
         self._total = max(1, sum(checkpoint.nbytes(entry) for entry in checkpoint.entries.values()))
         self._done = 0
         self._used: set[str] = set()
+        # Where dense layers are read before they are packed. One buffer for all of them: a new one each time
+        # would leave holes of its size between the packed layers, and peak memory would be far above the sum.
+        self._scratch = torch.empty(0, dtype=torch.uint8)
 
     def tensor(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
         """Read one tensor dense; raises CheckpointError where it is missing or not of this shape."""
@@ -94,22 +97,35 @@ class WeightReader:
             stored = choose_format(N, K, dtype, nnz, device=self.device.type, weights=self.weights)
             if stored.name == "bitmap":
                 layer = SparseLinear(plan.name, self._read_packed(packed, N, K, dtype), bias, stored)
+        if layer is None and self.weights == "dense":
+            dense = torch.empty((N, K), dtype=dtype)
+            self._read_dense(plan, entries, dense)
+            layer = self.place(plan.name, dense, bias)
         if layer is None:
-            layer = self.place(plan.name, self._read_dense(plan, entries, dtype), bias)
+            dense = self._scratch_matrix(N, K, dtype)
+            self._read_dense(plan, entries, dense)
+            layer = self.place(plan.name, dense, bias, shared=True)
         for name, _ in plan.sources:
             self.mark_used(name)
         return layer
 
-    def place(self, name: str, dense: Tensor, bias: Tensor | None) -> SparseLinear:
-        """Store a dense ``[N, K]`` weight as it is smallest and fastest."""
+    def place(
+        self, name: str, dense: Tensor, bias: Tensor | None, *, shared: bool = False
+    ) -> SparseLinear:
+        """Store a dense ``[N, K]`` weight as it is smallest and fastest.
+
+        Args:
+            name, dense, bias: the layer. ``dense`` is changed or kept: the caller gives it away.
+            shared: the caller will overwrite ``dense``, so a layer that stays dense must copy it.
+        """
         N, K = dense.shape
         nnz = int(torch.count_nonzero(dense))
         stored = choose_format(N, K, dense.dtype, nnz, device=self.device.type, weights=self.weights)
         if stored.name == "bitmap":
-            # Pruning by a mask leaves -0.0 where a weight was negative; adding zero makes it a zero with no bit
-            # set, which is what the packer skips. Every other value stays as it is.
-            return SparseLinear(name, pack(dense.add_(0.0).to(self.device)), bias, stored)
-        return SparseLinear(name, dense.to(self.device), bias, stored, nnz)
+            # Pruning by a mask leaves -0.0 where a weight was negative; adding zero makes it a zero with no
+            # bit set, which is what the packer skips. Every other value stays as it is.
+            return SparseLinear(name, pack(dense.add_(0.0)), bias, stored)
+        return SparseLinear(name, dense.to(self.device, copy=shared), bias, stored, nnz)
 
     def inspect(self, plan: LinearPlan) -> LayerReport:
         """Report on a layer as `linear` would store it, without keeping it."""
@@ -169,18 +185,24 @@ class WeightReader:
         pairs = zip(plan.biases, plan.sources, strict=True)
         return torch.cat([self.tensor(name, (rows,), dtype) for name, (_, rows) in pairs])
 
-    def _read_dense(self, plan: LinearPlan, entries: list[Entry], dtype: torch.dtype) -> Tensor:
-        dense = torch.empty((plan.N, plan.K), dtype=dtype)
+    def _read_dense(self, plan: LinearPlan, entries: list[Entry], out: Tensor) -> None:
         start = 0
         for entry, (_, rows) in zip(entries, plan.sources, strict=True):
-            part = dense[start : start + rows]
+            part = out[start : start + rows]
             if plan.transposed:
-                for first, block in self.checkpoint.rows(entry, dtype):
+                for first, block in self.checkpoint.rows(entry, out.dtype):
                     part[:, first : first + block.shape[0]] = block.T
             else:
                 self.checkpoint.read_into(entry, part)
             start += rows
-        return dense
+
+    def _scratch_matrix(self, N: int, K: int, dtype: torch.dtype) -> Tensor:
+        nbytes = N * K * dtype.itemsize
+        if self._scratch.numel() < nbytes:
+            # The old buffer goes first, so that both never exist at once.
+            self._scratch = torch.empty(0, dtype=torch.uint8)
+            self._scratch = torch.empty(nbytes, dtype=torch.uint8)
+        return self._scratch[:nbytes].view(dtype).view(N, K)
 
     def _read_packed(self, entries: list[PackedEntry], N: int, K: int, dtype: torch.dtype) -> BitmapWeight:
         """Concatenate packed matrices by rows: their bitmaps and values simply follow one another."""
