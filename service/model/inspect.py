@@ -86,14 +86,14 @@ def inspect_checkpoint(
             layers = _native_layers(config, checkpoint, reader)
         else:
             try:
+                problem = why_not_served(config, None)
                 # The sizes must hold for a forward pass as well as for the weights.
-                spec = make_spec(checkpoint, config, served_dtype, torch.device(device), None, native=False)
-                problem = why_not_served(config, spec.max_model_len)
+                make_spec(checkpoint, config, served_dtype, torch.device(device), None, native=False)
                 layers = list(_transformers_layers(config, checkpoint, reader))
             except CheckpointError:
                 raise
             except StartupError as error:
-                problem = error.message
+                problem = problem or error.message
                 layers = list(_matrices(checkpoint, reader))
         other = _other_bytes(checkpoint, served_dtype, layers)
         return Inspection(

@@ -68,7 +68,7 @@ def build_empty(config: Any, dtype: torch.dtype) -> Any:
     return model
 
 
-def why_not_served(config: Any, max_model_len: int) -> str | None:
+def why_not_served(config: Any, max_model_len: int | None) -> str | None:
     """Say why the attention of a configuration is beyond the paged cache; None if nothing speaks against it.
 
     What a configuration cannot tell is found by the check at load.
@@ -82,7 +82,7 @@ def why_not_served(config: Any, max_model_len: int) -> str | None:
     if kinds:
         return f"layers of type {', '.join(sorted(kinds))} need state other than keys and values"
     chunk = getattr(text, "attention_chunk_size", None)
-    if chunk is not None and max_model_len > chunk:
+    if chunk is not None and (max_model_len is None or max_model_len > chunk):
         return (
             f"attention in chunks of {chunk} tokens is not implemented; max_model_len up to {chunk} would do"
         )
