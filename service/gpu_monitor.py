@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 import psutil
+import pynvml
 
 from service.metrics import GpuMetrics, Metrics
 
@@ -101,13 +102,11 @@ class GpuMonitor:
     def _sample_device(self, gpu: int, handle: Any, pids: set[int], elapsed_seconds: float) -> None:
         nvml, metrics, label = self._nvml, self._metrics, str(gpu)
 
-        memory = self._read(gpu, "memory", lambda: nvml.nvmlDeviceGetMemoryInfo(handle))
+        memory = self._read(gpu, "memory", nvml.nvmlDeviceGetMemoryInfo, handle)
         if memory is not None:
             metrics.memory_total.labels(label).set(memory.total)
             metrics.memory_used.labels(label).set(memory.used)
-        processes = self._read(
-            gpu, "processes", lambda: nvml.nvmlDeviceGetComputeRunningProcesses(handle)
-        )
+        processes = self._read(gpu, "processes", nvml.nvmlDeviceGetComputeRunningProcesses, handle)
         if processes is not None:
             # In a container the driver reports host process ids (or none), and usedGpuMemory may be None.
             own = [p.usedGpuMemory for p in processes if p.pid in pids and p.usedGpuMemory is not None]
@@ -118,36 +117,39 @@ class GpuMonitor:
             ("sm clock", metrics.sm_clock, nvml.nvmlDeviceGetClockInfo, nvml.NVML_CLOCK_SM),
             ("sm clock max", metrics.sm_clock_max, nvml.nvmlDeviceGetMaxClockInfo, nvml.NVML_CLOCK_SM),
             ("memory clock", metrics.memory_clock, nvml.nvmlDeviceGetClockInfo, nvml.NVML_CLOCK_MEM),
-            ("memory clock max", metrics.memory_clock_max, nvml.nvmlDeviceGetMaxClockInfo, nvml.NVML_CLOCK_MEM),
+            (
+                "memory clock max",
+                metrics.memory_clock_max,
+                nvml.nvmlDeviceGetMaxClockInfo,
+                nvml.NVML_CLOCK_MEM,
+            ),
         ):
-            megahertz = self._read(gpu, name, lambda f=function, c=clock: f(handle, c))
+            megahertz = self._read(gpu, name, function, handle, clock)
             if megahertz is not None:
                 gauge.labels(label).set(megahertz * _MEGAHERTZ)
 
-        milliwatts = self._read(gpu, "power", lambda: nvml.nvmlDeviceGetPowerUsage(handle))
+        milliwatts = self._read(gpu, "power", nvml.nvmlDeviceGetPowerUsage, handle)
         if milliwatts is not None:
             metrics.power.labels(label).set(milliwatts * _MILLI)
-        limit = self._read(gpu, "power limit", lambda: nvml.nvmlDeviceGetEnforcedPowerLimit(handle))
+        limit = self._read(gpu, "power limit", nvml.nvmlDeviceGetEnforcedPowerLimit, handle)
         if limit is not None:
             metrics.power_limit.labels(label).set(limit * _MILLI)
-        millijoules = self._read(gpu, "energy", lambda: nvml.nvmlDeviceGetTotalEnergyConsumption(handle))
+        millijoules = self._read(gpu, "energy", nvml.nvmlDeviceGetTotalEnergyConsumption, handle)
         if millijoules is not None:
             before = self._totals.setdefault((gpu, "energy"), millijoules)
             # A reloaded driver starts from zero; such a step back is skipped.
             metrics.energy.labels(label).inc(max(0, millijoules - before) * _MILLI)
             self._totals[gpu, "energy"] = millijoules
         celsius = self._read(
-            gpu, "temperature", lambda: nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU)
+            gpu, "temperature", nvml.nvmlDeviceGetTemperature, handle, nvml.NVML_TEMPERATURE_GPU
         )
         if celsius is not None:
             metrics.temperature.labels(label).set(celsius)
-        utilization = self._read(gpu, "utilization", lambda: nvml.nvmlDeviceGetUtilizationRates(handle))
+        utilization = self._read(gpu, "utilization", nvml.nvmlDeviceGetUtilizationRates, handle)
         if utilization is not None:
             metrics.utilization.labels(label).set(utilization.gpu / 100)
 
-        reasons = self._read(
-            gpu, "clock events", lambda: nvml.nvmlDeviceGetCurrentClocksEventReasons(handle)
-        )
+        reasons = self._read(gpu, "clock events", nvml.nvmlDeviceGetCurrentClocksEventReasons, handle)
         if reasons is not None:
             for name, bit in CLOCK_EVENT_REASONS.items():
                 active = bool(reasons & bit)
@@ -161,19 +163,22 @@ class GpuMonitor:
             count = self._read(
                 gpu,
                 f"ecc {kind}",
-                lambda t=error_type: nvml.nvmlDeviceGetTotalEccErrors(handle, t, nvml.NVML_VOLATILE_ECC),
+                nvml.nvmlDeviceGetTotalEccErrors,
+                handle,
+                error_type,
+                nvml.NVML_VOLATILE_ECC,
             )
             if count is not None:
                 before = self._totals.get((gpu, kind), 0)
                 metrics.ecc_errors.labels(label, kind).inc(max(0, count - before))
                 self._totals[gpu, kind] = count
 
-    def _read(self, gpu: int, name: str, function: Callable[[], Any]) -> Any:
+    def _read(self, gpu: int, name: str, function: Callable[..., Any], *arguments: Any) -> Any:
         """The value, or None where the device has none or the read failed."""
         if (gpu, name) in self._unsupported:
             return None
         try:
-            return function()
+            return function(*arguments)
         except self._nvml.NVMLError as error:
             if error.value in self._never:
                 self._unsupported.add((gpu, name))
@@ -186,8 +191,7 @@ class GpuMonitor:
 
 def start_gpu_monitor(metrics: Metrics, interval_seconds: float, nvml: Any = None) -> GpuMonitor | None:
     """Start sampling, or log one line and return None where there is no NVIDIA driver or no GPU."""
-    if nvml is None:
-        import pynvml as nvml
+    nvml = nvml or pynvml
     try:
         nvml.nvmlInit()
     except nvml.NVMLError as error:

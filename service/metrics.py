@@ -1,8 +1,8 @@
 """Every metric of the server: name, help, labels, buckets. Nothing else in the project defines one.
 
-Names end in their base unit (`_seconds`, `_bytes`, `_hertz`, `_watts`, `_joules`, `_celsius`) or, for counters,
-in `_total`. The page is always Prometheus text 0.0.4: prometheus_client's OpenMetrics negotiation rewrites
-names with colons, which the aliases that routers expect contain.
+Names end in their base unit (`_seconds`, `_bytes`, `_hertz`, `_watts`, `_joules`, `_celsius`) or, for
+counters, in `_total`. The page is always Prometheus text 0.0.4: the OpenMetrics form that prometheus_client
+would negotiate rewrites names with colons, which the aliases that routers expect contain.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from service.engine.protocol import EngineInfo, EngineStats, FinishReason
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 # `_created` series double the page and are not part of text 0.0.4.
-disable_created_metrics()
+disable_created_metrics()  # type: ignore[no-untyped-call]
 
 # From half a millisecond (a decode step of a small model on a large GPU) to ten minutes (a long prompt
 # on a CPU), about three to a decade: a quantile read between two neighbours is off by at most 2.5x.
@@ -107,7 +107,7 @@ class Metrics:
         )
         self.prefill = self._latency(
             "lacunar_prefill_seconds",
-            "From a sequence's first scheduled step to its first token, chunks and interleaved steps included.",
+            "From a sequence's first scheduled step to its first token, waits between its steps included.",
         )
         self.step = self._latency("lacunar_step_seconds", "Duration of an engine step, by phase.", "phase")
         self.step_tokens = Histogram(
@@ -159,14 +159,16 @@ class Metrics:
             "format",
         )
         self.weight_stored = self._gauge(
-            "lacunar_weight_stored_bytes", "Size of the linear layers' weights as stored, by format.", "format"
+            "lacunar_weight_stored_bytes",
+            "Size of the linear layers' weights as stored, by format.",
+            "format",
         )
         self.weight_sparsity = self._gauge(
-            "lacunar_weight_sparsity_ratio", "Share of zeros in the linear layers' weights, by format.", "format"
+            "lacunar_weight_sparsity_ratio",
+            "Share of zeros in the linear layers' weights, by format.",
+            "format",
         )
-        self.model_load = self._gauge(
-            "lacunar_model_load_seconds", "Time the engine took to load the model."
-        )
+        self.model_load = self._gauge("lacunar_model_load_seconds", "Time the engine took to load the model.")
         self.model_info = self._gauge(
             "lacunar_model_info",
             "The served model; the value is always 1.",
@@ -187,10 +189,10 @@ class Metrics:
         for endpoint in ENDPOINTS:
             self.requests.labels(endpoint)
             self.request_duration.labels(endpoint)
-        for reason in FINISH_REASONS:
-            self.sequences_finished.labels(reason)
-        for reason in REJECTION_REASONS:
-            self.rejections.labels(reason)
+        for finish_reason in FINISH_REASONS:
+            self.sequences_finished.labels(finish_reason)
+        for rejection in REJECTION_REASONS:
+            self.rejections.labels(rejection)
         for phase in STEP_PHASES:
             self.step.labels(phase)
             self.step_tokens.labels(phase)
@@ -203,9 +205,7 @@ class Metrics:
         return Gauge(name, help_text, labels, registry=self.registry)
 
     def _latency(self, name: str, help_text: str, *labels: str) -> Histogram:
-        return Histogram(
-            name, help_text, labels, buckets=LATENCY_BUCKETS_SECONDS, registry=self.registry
-        )
+        return Histogram(name, help_text, labels, buckets=LATENCY_BUCKETS_SECONDS, registry=self.registry)
 
     def page(self) -> bytes:
         """The /metrics page, Prometheus text 0.0.4."""
@@ -230,7 +230,7 @@ class Metrics:
             self.weight_sparsity.labels(name).set(zeros / elements if elements else 0.0)
 
     def observe_stats(self, stats: EngineStats) -> None:
-        """Take over the engine's state. Its counters are cumulative; a value that falls is a bug and ignored."""
+        """Take over the engine's state. Its counters are cumulative; a fall is ignored."""
         self.running.set(stats.running)
         self.waiting.set(stats.waiting)
         self.kv_blocks_used.set(stats.kv_blocks_used)
@@ -320,4 +320,3 @@ class GpuMetrics:
             buckets=LATENCY_BUCKETS_SECONDS,
             registry=registry,
         )
-

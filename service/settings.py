@@ -29,7 +29,6 @@ from service.errors import SettingsError
 PREFIX = "LACUNAR_"
 CONFIG_VARIABLE = "LACUNAR_CONFIG"
 
-# How load_settings hands the parsed file to the source that Settings makes of it.
 _FILE_VALUES = "_file_values"
 
 PositiveInt = Annotated[int, Field(ge=1)]
@@ -181,7 +180,8 @@ def load_settings(flags: Mapping[str, Any], config_file: Path | None = None) -> 
         config_file = Path(variable)
     file_values = {} if config_file is None else _read_file(config_file)
     try:
-        return Settings(**given, **{_FILE_VALUES: file_values})
+        # The file's values travel as an argument that settings_customise_sources takes out again.
+        return Settings(**{**given, _FILE_VALUES: file_values})
     except ValidationError as error:
         raise SettingsError(_describe(error, given, config_file)) from error
 

@@ -139,7 +139,9 @@ class Tokenizer:
         if piece is None:
             return b""
         if self._byte_level:
-            return bytes(_BYTE_OF_CHARACTER[character] for character in piece if character in _BYTE_OF_CHARACTER)
+            return bytes(
+                _BYTE_OF_CHARACTER[character] for character in piece if character in _BYTE_OF_CHARACTER
+            )
         if self._byte_fallback and (match := _BYTE_PIECE.match(piece)):
             return bytes([int(match[1], 16)])
         return str(piece).replace("▁", " ").encode()
@@ -186,7 +188,11 @@ class IncrementalDetokenizer:
 
 def _byte_level_alphabet() -> dict[str, int]:
     """GPT-2's printable stand-ins for the 256 bytes, inverted: character -> byte."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    printable = [
+        *range(ord("!"), ord("~") + 1),
+        *range(ord("¡"), ord("¬") + 1),
+        *range(ord("®"), ord("ÿ") + 1),
+    ]
     alphabet = {chr(byte): byte for byte in printable}
     others = (byte for byte in range(256) if byte not in set(printable))
     alphabet.update({chr(256 + offset): byte for offset, byte in enumerate(others)})

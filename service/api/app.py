@@ -23,17 +23,13 @@ from .schemas import ChatCompletionRequest, CompletionRequest, ErrorBody, ErrorD
 def create_app(context: ServerContext) -> FastAPI:
     """The application over a started engine. Sets no signal handlers and starts nothing."""
     # Without docs_url and redoc_url: those pages load scripts from another host.
-    app = FastAPI(
-        title="Lacunar", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False
-    )
+    app = FastAPI(title="Lacunar", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
     app.include_router(make_router(context))
     app.add_exception_handler(LacunarError, _answer_error)
     app.add_exception_handler(HTTPException, _answer_http_error)
     # The last one added is the outermost.
     if context.settings.api_key is not None:
-        app.add_middleware(
-            ApiKeyMiddleware, context=context, key=context.settings.api_key.get_secret_value()
-        )
+        app.add_middleware(ApiKeyMiddleware, context=context, key=context.settings.api_key.get_secret_value())
     app.add_middleware(RequestMiddleware, context=context)
     app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
     context.engine.on_stats = context.metrics.observe_stats
@@ -63,7 +59,11 @@ def _openapi(app: FastAPI) -> dict[str, Any]:
     if app.openapi_schema is None:
         document = get_openapi(title=app.title, version=app.version, routes=app.routes)
         _, definitions = models_json_schema(
-            [(CompletionRequest, "validation"), (ChatCompletionRequest, "validation"), (ErrorBody, "validation")],
+            [
+                (CompletionRequest, "validation"),
+                (ChatCompletionRequest, "validation"),
+                (ErrorBody, "validation"),
+            ],
             ref_template="#/components/schemas/{model}",
         )
         document.setdefault("components", {}).setdefault("schemas", {}).update(definitions["$defs"])

@@ -1,4 +1,4 @@
-"""What every route needs: the engine, the tokenizer, the settings, and whether the server still takes work."""
+"""What every route needs: the engine, the tokenizer, the settings, and the server's state."""
 
 from __future__ import annotations
 

@@ -14,11 +14,11 @@ class SamplingDefaults(BaseModel):
 
     model_config = ConfigDict(extra="ignore", allow_inf_nan=False, frozen=True)
 
-    temperature: float = Field(1.0, ge=0, le=100)
-    top_p: float = Field(1.0, gt=0, le=1)
-    top_k: int = Field(0, ge=0)
-    min_p: float = Field(0.0, ge=0, le=1)
-    repetition_penalty: float = Field(1.0, gt=0, le=100)
+    temperature: float = Field(default=1.0, ge=0, le=100)
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    top_k: int = Field(default=0, ge=0)
+    min_p: float = Field(default=0.0, ge=0, le=1)
+    repetition_penalty: float = Field(default=1.0, gt=0, le=100)
 
 
 def load_defaults(checkpoint: Path) -> SamplingDefaults:

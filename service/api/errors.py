@@ -45,7 +45,9 @@ def error_response(error: LacunarError, *, close: bool = False) -> JSONResponse:
 def internal_error_body(request_id: str) -> dict[str, Any]:
     """What a client learns of a bug: that it was one, and the id under which the log has the rest."""
     message = f"The server failed on this request. Its log has the details under request id {request_id}."
-    return ErrorBody(error=ErrorDetail(message=message, type="server_error", param=None, code=None)).model_dump()
+    return ErrorBody(
+        error=ErrorDetail(message=message, type="server_error", param=None, code=None)
+    ).model_dump()
 
 
 def from_validation(error: ValidationError) -> InvalidBody:
@@ -66,12 +68,12 @@ def from_validation(error: ValidationError) -> InvalidBody:
 
 
 def _path(location: tuple[int | str, ...]) -> str:
-    """`("messages", 0, "content", "str")` -> `messages[0].content`; members of unions are pydantic's, not ours."""
+    """`("messages", 0, "content", "str")` -> `messages[0].content`; names of union members are left out."""
     path = ""
     for part in location:
         if isinstance(part, int):
             path += f"[{part}]"
-        elif part.isidentifier() and part not in {"str", "int", "float"}:
+        elif part.isidentifier():
             path += f".{part}" if path else part
     return path
 

@@ -96,9 +96,7 @@ def check_model(context: ServerContext, name: str | None) -> None:
         )
 
 
-def _max_tokens(
-    context: ServerContext, request: GenerationRequest, prompt: TokenizedPrompt
-) -> int:
+def _max_tokens(context: ServerContext, request: GenerationRequest, prompt: TokenizedPrompt) -> int:
     """How many tokens the sequence may have, checked against the model's context."""
     limit = context.engine.info.max_model_len
     length = len(prompt.token_ids)
@@ -121,8 +119,8 @@ def _max_tokens(
         return min(wanted, room)
     if asked > room:
         raise ContextLengthExceeded(
-            f"This model's maximum context length is {limit} tokens, but {prompt.name} has {length} tokens and "
-            f"{field} asks for {asked}: {length + asked} in all. Shorten the prompt or lower {field}.",
+            f"This model's maximum context length is {limit} tokens, but {prompt.name} has {length} tokens "
+            f"and {field} asks for {asked}: {length + asked} in all. Shorten the prompt or lower {field}.",
             param=field,
         )
     return asked
@@ -155,7 +153,8 @@ def _sampling(
     min_tokens = request.min_tokens or 0
     if min_tokens > max_tokens:
         raise InvalidRequest(
-            f"min_tokens is {min_tokens}, but at most {max_tokens} tokens will be generated", param="min_tokens"
+            f"min_tokens is {min_tokens}, but at most {max_tokens} tokens will be generated",
+            param="min_tokens",
         )
     logprobs, prompt_logprobs = _logprob_counts(request)
     seed = request.seed
@@ -184,7 +183,7 @@ def _or(value: Value | None, default: Value) -> Value:
 
 
 class Generation:
-    """The running sequences of one request. Use it as an async context manager: leaving aborts what still runs.
+    """The running sequences of one request. Leaving its context aborts what still runs.
 
     Attributes:
         id: the answer's id.
@@ -233,8 +232,8 @@ class Generation:
         n = request.n or 1
         if len(prompts) * n > context.settings.max_choices:
             raise InvalidRequest(
-                f"{len(prompts)} prompts times n={n} are {len(prompts) * n} choices, but one request may have "
-                f"at most {context.settings.max_choices}",
+                f"{len(prompts)} prompts times n={n} are {len(prompts) * n} choices, but one request may "
+                f"have at most {context.settings.max_choices}",
                 param="n" if n > 1 else "prompt",
             )
         _check_token_fields(context, request)

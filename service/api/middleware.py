@@ -61,7 +61,7 @@ def arrival_of(scope: Scope) -> float:
 
 
 class RequestMiddleware:
-    """Gives each request an id, counts and logs it, and turns unforeseen errors into a 500 that says nothing."""
+    """Gives each request an id, counts and logs it, and turns unforeseen errors into a bare 500."""
 
     def __init__(self, app: ASGIApp, context: ServerContext) -> None:
         self._app = app
@@ -131,9 +131,7 @@ class ApiKeyMiddleware:
             await self._app(scope, receive, send)
             return
         self._context.metrics.rejections.labels("unauthorized").inc()
-        error = Unauthorized(
-            "The API key is missing or wrong. Send it as 'Authorization: Bearer KEY'."
-        )
+        error = Unauthorized("The API key is missing or wrong. Send it as 'Authorization: Bearer KEY'.")
         await error_response(error)(scope, receive, send)
 
 

@@ -43,6 +43,8 @@ from .streaming import EventStream, events, until_disconnect, whole_answer
 
 Body = TypeVar("Body", bound=GenerationRequest)
 
+_DROPPED_BYTES = 1024 * 1024
+
 
 class UnsupportedMediaType(LacunarError):
     """The body is announced as something else than JSON."""
@@ -66,15 +68,17 @@ def _rejection_reason(error: LacunarError) -> str:
 
 
 async def _read_body(request: Request, limit_bytes: int) -> bytes:
-    """The body, counted while it comes in. A little more than allowed is read and dropped, so that a client
-    that sends before it reads gets to see the 413; the connection then closes."""
+    """The body, counted while it comes in."""
+    # Some more than allowed is read and dropped: most clients look for an answer only after they have sent
+    # all, and a connection closed under them would hide the 413.
+    dropped_bytes = max(limit_bytes, _DROPPED_BYTES)
     body = bytearray()
     received = 0
     async for part in request.stream():
         received += len(part)
         if received <= limit_bytes:
             body += part
-        elif received > 2 * limit_bytes:
+        elif received > limit_bytes + dropped_bytes:
             break
     if received > limit_bytes:
         raise RequestTooLarge(f"the body is larger than the {limit_bytes} bytes that this server accepts")

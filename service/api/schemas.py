@@ -8,7 +8,16 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    WithJsonSchema,
+    model_validator,
+)
 
 # Beyond any model's context; the exact limit is checked against the prompt's length.
 MAX_TOKENS_BOUND = 2**31 - 1
@@ -28,7 +37,7 @@ def _check_token_ids(ids: list[Any], where: str) -> None:
             raise ValueError(f"{where}[{index}] is {_kind(token_id)}, but a token id is an integer")
 
 
-def _check_prompt(value: Any) -> list[Prompt]:
+def _check_prompt(value: Any) -> Any:
     """One list of prompts, each a string or a list of token ids, from the four forms OpenAI allows."""
     # By hand: pydantic would report one error for each list element and member of the union.
     if isinstance(value, str):
@@ -260,11 +269,19 @@ class TextPart(_Body):
     text: str
 
 
+# Told apart by type, so that an error speaks of the form that was sent. The tags are no identifiers: that is
+# how errors.from_validation knows them from fields.
+Content: TypeAlias = Annotated[
+    Annotated[str, Tag("as-text")] | Annotated[list[TextPart], Field(min_length=1), Tag("as-parts")],
+    Discriminator(lambda content: "as-parts" if isinstance(content, list) else "as-text"),
+]
+
+
 class ChatMessage(_Body):
     """One message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Annotated[list[TextPart], Field(min_length=1)] | None = None
+    content: Content | None = None
     name: str | None = None
 
     def for_template(self) -> dict[str, Any]:

@@ -85,7 +85,7 @@ async def serve(
         loop.add_signal_handler(number, on_signal, number)
     # Bound now so that a taken port is told at once, not after minutes of loading; nobody can connect
     # before uvicorn listens.
-    listener = _bind(settings.host, settings.port)
+    listener = bind(settings.host, settings.port)
     try:
         starting = asyncio.ensure_future(_start(settings, on_progress))
         stopped = asyncio.ensure_future(stop.wait())
@@ -101,16 +101,14 @@ async def serve(
         raise
     monitor = start_gpu_monitor(context.metrics, settings.gpu_sample_seconds)
     try:
-        return await _run(context, listener, stop, hurry, on_ready)
+        return await serve_context(context, listener, stop=stop, hurry=hurry, on_ready=on_ready)
     finally:
         if monitor is not None:
             monitor.stop()
         await context.engine.stop()
 
 
-async def _start(
-    settings: Settings, on_progress: Callable[[LoadProgress], None] | None
-) -> ServerContext:
+async def _start(settings: Settings, on_progress: Callable[[LoadProgress], None] | None) -> ServerContext:
     # The tokenizer first: it takes a second, and a broken one should not cost the loading of the model.
     tokenizer = await asyncio.to_thread(Tokenizer.load, settings.model)
     defaults = load_defaults(settings.model)
@@ -120,13 +118,21 @@ async def _start(
     )
 
 
-async def _run(
+async def serve_context(
     context: ServerContext,
     listener: socket.socket,
+    *,
     stop: asyncio.Event,
     hurry: asyncio.Event,
-    on_ready: Callable[[str], None] | None,
+    on_ready: Callable[[str], None] | None = None,
 ) -> int:
+    """Serve a started engine on a bound socket; returns the exit status.
+
+    Args:
+        stop: when set, the server drains and ends.
+        hurry: when set, the drain waits no longer.
+        on_ready: told the server's address when it listens.
+    """
     settings = context.settings
     server = _Server(
         uvicorn.Config(
@@ -193,7 +199,8 @@ async def _until(condition: Coroutine[Any, Any, None], timeout_seconds: float) -
         await asyncio.wait_for(condition, timeout_seconds)
 
 
-def _bind(host: str, port: int) -> socket.socket:
+def bind(host: str, port: int) -> socket.socket:
+    """A socket bound to the address, not yet listening. Raises SettingsError."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE

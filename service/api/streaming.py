@@ -83,7 +83,7 @@ class EventStream(Response):
     """Sends server-sent events until they end or the client goes away, which closes their source at once.
 
     The status is sent with the first event: what fails before gets a proper error answer. Starlette's own
-    streaming response would notice a lost client only at its next write, and a queued sequence writes nothing.
+    streaming response notices a lost client only at its next write, and a queued sequence writes nothing.
     """
 
     media_type = "text/event-stream"
@@ -107,9 +107,7 @@ class EventStream(Response):
             async for event in self._source:
                 if not started:
                     started = True
-                    await send(
-                        {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
-                    )
+                    await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
                 await send({"type": "http.response.body", "body": event, "more_body": True})
         except LacunarError as error:
             if not started:
