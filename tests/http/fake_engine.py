@@ -63,9 +63,7 @@ class FakeStream:
             prompt_logprobs = [None, *(self._logprobs(token) for token in self.prompt[1:])]
         if self.engine.error is not None and self.produced >= self.engine.error_after:
             self._finish()
-            return RequestOutput(
-                request_id=self.request_id, finish_reason="error", error=self.engine.error
-            )
+            return RequestOutput(request_id=self.request_id, finish_reason="error", error=self.engine.error)
         tokens: list[int] = []
         finish = None
         stop_token = None
@@ -73,7 +71,7 @@ class FakeStream:
             token = self.script.popleft() if self.script else EOS
             tokens = [token]
             self.produced += 1
-            if token == EOS and not sampling.ignore_eos or token in sampling.stop_token_ids:
+            if (token == EOS and not sampling.ignore_eos) or token in sampling.stop_token_ids:
                 finish, stop_token = "stop", token
         if finish is None and self.produced >= sampling.max_tokens:
             finish = "length"
@@ -248,5 +246,3 @@ class FakeEngine:
         if self.gate is not None:
             for _ in range(1000):
                 self.gate.release()
-
-

@@ -8,7 +8,9 @@ from .conftest import sse
 
 
 async def test_a_plain_completion_has_openais_shape(client, server):
-    response = await client.post("/v1/completions", json={"model": "tiny", "prompt": "hello", "max_tokens": 64})
+    response = await client.post(
+        "/v1/completions", json={"model": "tiny", "prompt": "hello", "max_tokens": 64}
+    )
 
     assert response.status_code == 200
     body = response.json()
@@ -95,7 +97,7 @@ async def test_n_choices_of_several_prompts_come_in_order(client, server, stream
     request = {"prompt": ["a", "b"], "n": 2, "seed": 5, "max_tokens": 64, "stream": stream}
     response = await client.post("/v1/completions", json=request)
 
-    texts = {index: "" for index in range(4)}
+    texts = dict.fromkeys(range(4), "")
     if stream:
         for event in sse(response.text)[:-1]:
             texts[event["choices"][0]["index"]] += event["choices"][0]["text"]
