@@ -299,12 +299,13 @@ class EngineClient:
     async def stop(self, timeout_seconds: float = 5.0) -> None:
         """End the engine process: ask, wait up to `timeout_seconds`, kill.
 
-        Open sequences get EngineUnavailable. Drain first: whoever wants open sequences to finish waits for them before.
+        Open sequences get EngineUnavailable. Drain first: whoever wants open sequences to finish waits for
+        them before.
         """
         if not self._stopping:
             self._stopping = True
             self.failure = self.failure or "the server is stopping"
-            self._fail_open(EngineUnavailable(self.failure))
+            self._fail_open(EngineUnavailable("the server is stopping"))
             self._send(Shutdown())
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._exited.wait(), timeout_seconds)
@@ -453,7 +454,7 @@ class EngineClient:
 
     def _require_alive(self) -> None:
         if not self.alive:
-            raise EngineUnavailable(self.failure or "the engine is still starting")
+            raise EngineUnavailable("the engine is not running, so no request can be taken; retry later")
 
     def _free_slots(self, slots: int) -> None:
         self._slots_taken -= slots
@@ -515,9 +516,8 @@ class EngineClient:
             return
         self.failure = self._describe_exit()
         self.died.set()
-        self._fail_open(
-            EngineUnavailable(f"{self.failure}. The request was lost; retry when the server is back.")
-        )
+        # What exactly happened is for the log (`failure`), not for whoever sent the request.
+        self._fail_open(EngineUnavailable("the engine has died and the request was lost; retry later"))
 
     def _describe_exit(self) -> str:
         if self._failed is not None:
