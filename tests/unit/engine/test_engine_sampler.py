@@ -168,20 +168,23 @@ def test_penalties_count_what_was_generated() -> None:
     assert tokens == [2, 2, 2, 4, 2, 4, 2]
 
 
-def test_penalty_rows_are_clean_when_used_again() -> None:
+def test_penalties_start_anew_with_each_sequence() -> None:
     engine = Sampler(8, CPU)
     logits = torch.zeros(1, 8)
     logits[0, 3] = 1.0
-    for index in range(12):
-        made = sequence([3], f"s{index}", temperature=0.0, presence_penalty=0.5, repetition_penalty=1.5)
-        (sample,) = engine.sample(logits, [made])
-        assert sample.token == 3
+    for _ in range(3):
+        made = sequence([4], temperature=0.0, presence_penalty=1.5)
+        tokens = []
+        for _ in range(2):
+            (sample,) = engine.sample(logits, [made])
+            tokens.append(sample.token)
+            made.append_token(sample.token)
+        assert tokens == [3, 0]
         engine.forget(made.request_id)
         engine.forget(made.request_id)
-    assert engine._penalties._seen.shape[0] == 4
 
 
-def test_more_penalised_sequences_than_rows() -> None:
+def test_penalties_of_many_sequences() -> None:
     engine = Sampler(16, CPU)
     sequences = [sequence([i], f"s{i}", temperature=0.0, repetition_penalty=4.0) for i in range(9)]
     logits = torch.full((9, 16), -50.0)
@@ -202,23 +205,18 @@ def test_ties_at_the_bound_are_all_kept() -> None:
         assert tokens == {0, 120, 299}
 
 
-@pytest.mark.parametrize("sizes", [(256, 4096), (2, 4), (1,), ()])
-@pytest.mark.parametrize("top_p", [0.1, 0.5, 0.9, 0.99])
-def test_nucleus_is_the_same_however_far_it_looks(
-    monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, ...], top_p: float
-) -> None:
-    """Rows that need few and rows that need many of the likeliest tokens, in one batch."""
-    monkeypatch.setattr(sampler_module, "_NUCLEUS_SIZES", sizes)
-    rng = np.random.default_rng(5)
-    logits = np.concatenate([rng.normal(0, scale, (1, 500)) for scale in (0.01, 1, 10)]).astype(np.float32)
-    for uniform in (0.0, 0.3, 0.77, 0.9999):
-        sequences = [sequence([1], f"s{row}", top_p=top_p) for row in range(3)]
-        got = draw(Sampler(500, CPU), torch.from_numpy(logits), sequences, [uniform] * 3)
-        for row, sample in enumerate(got):
-            want = reference_probabilities(logits[row].astype(np.float64), sequences[row].sampling)
-            cumulative = np.concatenate([[0.0], np.cumsum(want)])
-            assert want[sample.token] > 0
-            assert cumulative[sample.token] - 1e-5 <= uniform <= cumulative[sample.token + 1] + 1e-5
+@pytest.mark.parametrize("find", [sampler_module._nucleus_by_sort, sampler_module._nucleus_by_histogram])
+@pytest.mark.parametrize("share", [1e-9, 0.1, 0.5, 0.9, 0.999, 1 - 1e-12])
+@pytest.mark.parametrize("spread", [0.0, 0.01, 1.0, 10.0, 60.0])
+def test_nucleus_bound_matches_reference(find: Any, share: float, spread: float) -> None:
+    """From all weights equal to one that is all there is; the second row's share differs."""
+    logits = np.random.default_rng(5).normal(0, 1, (2, 500)).astype(np.float32) * np.float32(spread)
+    weights = torch.from_numpy(np.exp(logits - logits.max(axis=1, keepdims=True)))
+    got = find(weights, [share, 0.3])
+    for row, wanted in enumerate((share, 0.3)):
+        falling = sorted(weights[row].double().tolist(), reverse=True)
+        sums = np.cumsum(falling)
+        assert float(got[row, 0]) == falling[int((sums < wanted * sums[-1]).sum())]
 
 
 @pytest.mark.parametrize("parameters", [{}, {"temperature": 0.5}, {"top_p": 0.8}, {"top_k": 4}])
