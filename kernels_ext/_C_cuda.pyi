@@ -1,0 +1,1 @@
+"""Compiled module: CUDA kernels. Importing it registers them; it has no members."""
