@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import logging
+import os
 import re
 import sys
 from collections.abc import Sequence
@@ -13,8 +13,6 @@ from typing import Any
 import jinja2
 
 from service.errors import CheckpointError, InvalidRequest
-
-logger = logging.getLogger("lacunar.tokenization")
 
 _REPLACEMENT = "\ufffd"
 
@@ -31,9 +29,19 @@ def keep_torch_out() -> None:
     A server's API process needs the tokenizer alone; torch would add 130 MB and over a second to the start.
     transformers imports torch wherever it finds it, and offers no switch. Child processes are not affected.
     """
-    if "torch" not in sys.modules and "transformers" not in sys.modules:
-        logging.getLogger("transformers").setLevel(logging.ERROR)
-        sys.modules["torch"] = None  # type: ignore[assignment]
+    if "torch" in sys.modules or "transformers" in sys.modules:
+        return
+    sys.modules["torch"] = None  # type: ignore[assignment]
+    # For this import alone, which would advise to install torch: the engine process inherits the environment.
+    variable = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
+    given = os.environ.get(variable)
+    os.environ[variable] = "1"
+    try:
+        import transformers  # noqa: F401
+    finally:
+        del os.environ[variable]
+        if given is not None:
+            os.environ[variable] = given
 
 
 class Tokenizer:
