@@ -35,10 +35,9 @@ from .sequence import Sequence
 # Below this the division by temperature leaves nothing of the second-likeliest token that float32 could show.
 _GREEDY_TEMPERATURE = 1e-5
 
-# On a CPU sorting a whole vocabulary costs milliseconds, so top_p looks at this many likeliest tokens first
-# and at more only for the rows where their sum falls short. (A GPU sorts everything: that is cheaper than
-# asking.)
-_NUCLEUS_SIZES = (256, 4096)
+# Weights are at most 1.0 and not negative, so their float32 bits grow with them: the upper 12 make a
+# histogram bin of each binade's eighths.
+_HISTOGRAM_SHIFT = 20
 
 # Bits of a uniform number: few enough that u < 1 survives every rounding below.
 _UNIFORM_BITS = 32
@@ -70,7 +69,7 @@ class Sample:
 class _State:
     """What the sampler keeps of a sequence from its first token to its last."""
 
-    __slots__ = ("bias_ids", "bias_values", "greedy", "penalised", "penalty_row", "rng", "stop_ids")
+    __slots__ = ("bias_ids", "bias_values", "greedy", "rng", "seen", "stop_ids")
 
     def __init__(self, sequence: Sequence, engine_rng: random.Random) -> None:
         sampling = sequence.sampling
@@ -78,12 +77,12 @@ class _State:
         # random.Random takes the absolute value of an int, so a negative seed is mapped into 64 bits first.
         seed = None if sampling.seed is None else sampling.seed & (2**64 - 1)
         self.rng = engine_rng if seed is None else random.Random(seed)  # noqa: S311 (draws no secrets)
-        self.penalised = (
+        penalised = (
             sampling.repetition_penalty != 1.0
             or sampling.presence_penalty != 0.0
             or sampling.frequency_penalty != 0.0
         )
-        self.penalty_row = -1
+        self.seen = _SeenTokens(sequence) if penalised else None
         self.bias_ids = list(sampling.logit_bias.keys())
         self.bias_values = list(sampling.logit_bias.values())
         self.stop_ids = sorted(sequence.stop_ids) if sampling.min_tokens else []
@@ -103,18 +102,14 @@ class Sampler:
         self.device = device
         self._rng = random.Random(seed)  # noqa: S311 (draws no secrets)
         self._states: dict[str, _State] = {}
-        self._penalties = _PenaltyTable(vocab_size, device)
-        # Two buffers, reused each step: fresh memory of this size costs more than what is computed in it.
-        # Columns past the vocabulary stay zero and fill the last group up.
-        self._padded = -(-vocab_size // _GROUP) * _GROUP
-        self._scaled = torch.empty(0, vocab_size, device=device)
-        self._weights = torch.zeros(0, self._padded, device=device)
+        # Buffers reused each step: fresh memory of this size costs more than what is computed in it. The
+        # weights' columns past the vocabulary stay zero and fill the last group up.
+        self._processed = _Rows(vocab_size, device)
+        self._weights = _Rows(-(-vocab_size // _GROUP) * _GROUP, device)
 
     def forget(self, request_id: str) -> None:
         """Drop what is kept of a sequence; unknown ids are ignored."""
-        state = self._states.pop(request_id, None)
-        if state is not None and state.penalty_row >= 0:
-            self._penalties.release(state.penalty_row)
+        self._states.pop(request_id, None)
 
     def sample(self, logits: Tensor, sequences: list[Sequence]) -> list[Sample]:
         """Choose one token for each sequence.
@@ -129,8 +124,7 @@ class Sampler:
         """
         total = len(sequences)
         states = [self._state(sequence) for sequence in sequences]
-        penalised = [row for row, state in enumerate(states) if state.penalised]
-        processed = self._process(logits, sequences, states, penalised)
+        processed = self._process(logits, sequences, states)
         tokens = _argmax(processed)
         peaks = processed.gather(1, tokens.unsqueeze(1))
         finite = torch.isfinite(peaks).squeeze(1)
@@ -146,19 +140,20 @@ class Sampler:
                 [states[row].rng.getrandbits(_UNIFORM_BITS) for row in drawn],
             )
             tokens = choice if len(drawn) == total else tokens.index_copy(0, self._rows(drawn), choice)
-        if penalised:
-            self._penalties.count([states[row].penalty_row for row in penalised], _take(tokens, penalised))
-
         wanted = [row for row, sequence in enumerate(sequences) if sequence.sampling.logprobs is not None]
         logprobs: dict[int, TokenLogprobs] = {}
         if wanted:
             tops = [sequences[row].sampling.logprobs or 0 for row in wanted]
             found = self._logprobs(_take(logits, wanted), _take(tokens, wanted), tops)
             logprobs = dict(zip(wanted, found, strict=True))
-        return [
-            Sample(token, logprobs.get(row)) if good else Sample(token, error=_NON_FINITE)
-            for row, (token, good) in enumerate(zip(tokens.tolist(), finite.tolist(), strict=True))
-        ]
+
+        samples = []
+        for row, (token, good) in enumerate(zip(tokens.tolist(), finite.tolist(), strict=True)):
+            samples.append(Sample(token, logprobs.get(row)) if good else Sample(token, error=_NON_FINITE))
+            seen = states[row].seen
+            if seen is not None:
+                seen.count(token)
+        return samples
 
     def prompt_logprobs(self, logits: Tensor, targets: list[int], top: int) -> list[TokenLogprobs]:
         """Log probabilities of a prompt's own tokens.
@@ -183,25 +178,23 @@ class Sampler:
     def _state(self, sequence: Sequence) -> _State:
         state = self._states.get(sequence.request_id)
         if state is None:
-            state = _State(sequence, self._rng)
-            if state.penalised:
-                state.penalty_row = self._penalties.assign(sequence.tokens[: sequence.num_tokens])
-            self._states[sequence.request_id] = state
+            state = self._states[sequence.request_id] = _State(sequence, self._rng)
         return state
 
     def _rows(self, rows: list[int]) -> Tensor:
         return torch.tensor(rows, dtype=torch.int64, device=self.device)
 
-    def _process(
-        self, logits: Tensor, sequences: list[Sequence], states: list[_State], penalised: list[int]
-    ) -> Tensor:
+    def _process(self, logits: Tensor, sequences: list[Sequence], states: list[_State]) -> Tensor:
         """Steps 1 to 3; the logits themselves if no sequence asks for any of them."""
+        penalised: list[int] = []
         biased_rows: list[int] = []
         biased_ids: list[int] = []
         biases: list[float] = []
         masked_rows: list[int] = []
         masked_ids: list[int] = []
         for row, (sequence, state) in enumerate(zip(sequences, states, strict=True)):
+            if state.seen is not None:
+                penalised.append(row)
             if state.bias_ids:
                 biased_rows += [row] * len(state.bias_ids)
                 biased_ids += state.bias_ids
@@ -212,23 +205,40 @@ class Sampler:
         if not (penalised or biased_rows or masked_rows):
             return logits
 
-        logits = logits.clone()
+        logits = self._processed.front(len(sequences)).copy_(logits)
         if penalised:
-            rows = self._rows(penalised)
-            parameters = [sequences[row].sampling for row in penalised]
-            logits[rows] = self._penalties.apply(
-                logits[rows],
-                [states[row].penalty_row for row in penalised],
-                self._column([p.repetition_penalty for p in parameters]),
-                self._column([p.presence_penalty for p in parameters]),
-                self._column([p.frequency_penalty for p in parameters]),
-            )
+            self._penalise(logits, penalised, sequences, states)
         if biased_rows:
             added = torch.tensor(biases, dtype=torch.float32, device=self.device)
             logits.index_put_((self._rows(biased_rows), self._rows(biased_ids)), added, accumulate=True)
         if masked_rows:
             logits[self._rows(masked_rows), self._rows(masked_ids)] = -torch.inf
         return logits
+
+    def _penalise(
+        self, logits: Tensor, penalised: list[int], sequences: list[Sequence], states: list[_State]
+    ) -> None:
+        """Step 1, in place. Only tokens that were seen change, so only they are touched."""
+        seen = [tokens for row in penalised if (tokens := states[row].seen) is not None]
+        sizes = [tokens.size for tokens in seen]
+        parameters = np.repeat(
+            np.array(
+                [
+                    (p.repetition_penalty, p.presence_penalty, p.frequency_penalty)
+                    for p in (sequences[row].sampling for row in penalised)
+                ],
+                dtype=np.float32,
+            ),
+            sizes,
+            axis=0,
+        )
+        rows = torch.from_numpy(np.repeat(np.array(penalised, dtype=np.int64), sizes)).to(self.device)
+        ids = torch.from_numpy(np.concatenate([t.ids[: t.size] for t in seen])).to(self.device)
+        counts = torch.from_numpy(np.concatenate([t.counts[: t.size] for t in seen])).to(self.device)
+        repetition, presence, frequency = torch.from_numpy(parameters).to(self.device).unbind(dim=1)
+        values = logits[rows, ids]
+        values = torch.where(values > 0, values / repetition, values * repetition)
+        logits[rows, ids] = values - frequency * counts - presence * (counts > 0)
 
     def _column(self, values: list[float], dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.tensor(values, dtype=dtype, device=self.device).unsqueeze(1)
@@ -239,35 +249,27 @@ class Sampler:
         """Steps 4 and 5 for rows that are not greedy: ``[n]`` int64. Rows that are not finite give any
         token."""
         count = len(parameters)
-        if count > self._scaled.shape[0]:
-            self._scaled = torch.empty(count, self.vocab_size, device=self.device)
-            self._weights = torch.zeros(count, self._padded, device=self.device)
-        scaled = torch.sub(logits, peaks, out=self._scaled[:count])
-        scaled /= self._column([p.temperature for p in parameters])
-        padded = self._weights[:count]
+        padded = self._weights.front(count)
         weights = padded[:, : self.vocab_size]
+        torch.sub(logits, peaks, out=weights)
+        weights /= self._column([p.temperature for p in parameters])
+        weights.exp_()  # the likeliest has weight 1
 
-        top_k = [p.top_k if 0 < p.top_k < self.vocab_size else 0 for p in parameters]
-        top_p = [p.top_p for p in parameters]
-        filters_nucleus = min(top_p) < 1.0
-        if any(top_k) or filters_nucleus:
-            likeliest = max([*top_k, self._nucleus_sizes()[0] if filters_nucleus else 1])
-            top = scaled.topk(likeliest, dim=-1).values
-            if any(top_k):
-                kth = self._rows([max(k, 1) - 1 for k in top_k]).unsqueeze(1)
-                bound = top.gather(1, kth)
-                bound[self._rows([row for row, k in enumerate(top_k) if k == 0])] = -torch.inf
-                scaled.masked_fill_(scaled < bound, -torch.inf)
-                top.masked_fill_(top < bound, -torch.inf)
-            torch.exp(scaled, out=weights)
-            if filters_nucleus:
-                bound = self._nucleus_bound(scaled, weights, top, top_p)
-                weights.masked_fill_(scaled < bound, 0.0)
-        else:
-            torch.exp(scaled, out=weights)
-        min_p = [p.min_p for p in parameters]
-        if any(min_p):
-            weights.masked_fill_(scaled < self._column(min_p).log(), 0.0)
+        top_k = [p.top_k if p.top_k < self.vocab_size else 0 for p in parameters]
+        if any(top_k):
+            kth = self._rows([max(k, 1) - 1 for k in top_k]).unsqueeze(1)
+            bound = weights.topk(max(top_k), dim=-1).values.gather(1, kth)
+            bound[self._rows([row for row, k in enumerate(top_k) if k == 0])] = 0.0
+            _drop_below(weights, bound)
+        bound = self._column([p.min_p for p in parameters])
+        nuclear = [row for row, p in enumerate(parameters) if p.top_p < 1.0]
+        if nuclear:
+            find = _nucleus_by_histogram if self.device.type == "cpu" else _nucleus_by_sort
+            rows = self._rows(nuclear)
+            nucleus = find(_take(weights, nuclear), [parameters[row].top_p for row in nuclear])
+            bound[rows] = torch.maximum(bound[rows], nucleus)
+        if nuclear or any(p.min_p for p in parameters):
+            _drop_below(weights, bound)
 
         groups = padded.view(count, -1, _GROUP)
         sums = groups.sum(dim=-1).cumsum(dim=-1, dtype=torch.float64)
@@ -282,23 +284,6 @@ class Sampler:
         within = torch.searchsorted(inside, target, right=True).clamp_(max=_GROUP - 1)
         return (group * _GROUP + within).squeeze(1).clamp_(max=self.vocab_size - 1)
 
-    def _nucleus_sizes(self) -> list[int]:
-        sizes = [] if self.device.type == "cuda" else list(_NUCLEUS_SIZES)
-        return [size for size in sizes if size < self.vocab_size] + [self.vocab_size]
-
-    def _nucleus_bound(self, scaled: Tensor, weights: Tensor, top: Tensor, top_p: list[float]) -> Tensor:
-        """``[n, 1]``: the scaled logit of the last token that top_p keeps, -inf where it is off."""
-        total = weights.sum(dim=-1, keepdim=True, dtype=torch.float64)
-        share = self._column([p if p < 1.0 else torch.inf for p in top_p], torch.float64)
-        bound, reached = _last_within(top, total, share)
-        for size in self._nucleus_sizes()[1:]:
-            short = (~reached & (share <= 1.0)).squeeze(1).nonzero().squeeze(1)
-            if size <= top.shape[1] or len(short) == 0:
-                continue
-            top_short = scaled[short].topk(size, dim=-1).values
-            bound[short], reached[short] = _last_within(top_short, total[short], share[short])
-        return bound.masked_fill_(share > 1.0, -torch.inf)
-
     def _logprobs(self, logits: Tensor, tokens: Tensor, tops: list[int]) -> list[TokenLogprobs]:
         normaliser = torch.logsumexp(logits, dim=-1, keepdim=True)
         chosen = (logits.gather(1, tokens.unsqueeze(1)) - normaliser).squeeze(1).tolist()
@@ -312,50 +297,51 @@ class Sampler:
         ]
 
 
-class _PenaltyTable:
-    """Which tokens each penalised sequence has seen, and how often it generated them: two rows a sequence.
+class _SeenTokens:
+    """The distinct tokens of a penalised sequence, and how often each was generated.
 
-    Takes ``5 * vocab_size`` bytes for each of the most penalised sequences that ever ran at once.
+    Attributes:
+        ids: ``[>= size]`` int64.
+        counts: ``[>= size]`` float32, 0 for tokens that only the prompt has.
     """
 
-    def __init__(self, vocab_size: int, device: torch.device) -> None:
-        self._seen = torch.zeros(0, vocab_size, dtype=torch.bool, device=device)
-        self._counts = torch.zeros(0, vocab_size, dtype=torch.float32, device=device)
-        self._free: list[int] = []
+    __slots__ = ("_index", "counts", "ids", "size")
 
-    def assign(self, prompt: NDArray[np.int32]) -> int:
-        """Take a row for a sequence that has generated nothing yet."""
-        if not self._free:
-            rows = self._seen.shape[0]
-            added = max(rows, 4)
-            self._seen = torch.cat([self._seen, self._seen.new_zeros(added, self._seen.shape[1])])
-            self._counts = torch.cat([self._counts, self._counts.new_zeros(added, self._counts.shape[1])])
-            self._free = list(range(rows, rows + added))
-        row = self._free.pop()
-        self._seen[row] = False
-        self._counts[row] = 0.0
-        self._seen[row, torch.from_numpy(prompt.astype(np.int64)).to(self._seen.device)] = True
-        return row
+    def __init__(self, sequence: Sequence) -> None:
+        prompt = np.unique(sequence.tokens[: sequence.prompt_length])
+        self.size = len(prompt)
+        self.ids: NDArray[np.int64] = prompt.astype(np.int64)
+        self.counts: NDArray[np.float32] = np.zeros(self.size, dtype=np.float32)
+        self._index = {token: index for index, token in enumerate(prompt.tolist())}
 
-    def release(self, row: int) -> None:
-        """Give a row back."""
-        self._free.append(row)
+    def count(self, token: int) -> None:
+        """Note one generated token."""
+        index = self._index.setdefault(token, self.size)
+        if index == self.size:
+            if self.size == len(self.ids):
+                added = max(32, self.size)
+                self.ids = np.concatenate([self.ids, np.zeros(added, np.int64)])
+                self.counts = np.concatenate([self.counts, np.zeros(added, np.float32)])
+            self.ids[index] = token
+            self.size += 1
+        self.counts[index] += 1.0
 
-    def count(self, rows: list[int], tokens: Tensor) -> None:
-        """Note one generated token per row; the rows differ."""
-        at = torch.tensor(rows, dtype=torch.int64, device=tokens.device)
-        self._seen[at, tokens] = True
-        self._counts[at, tokens] += 1.0
 
-    def apply(
-        self, logits: Tensor, rows: list[int], repetition: Tensor, presence: Tensor, frequency: Tensor
-    ) -> Tensor:
-        """``[n, vocab_size]`` logits after the penalties, each ``[n, 1]``."""
-        at = torch.tensor(rows, dtype=torch.int64, device=logits.device)
-        counts = self._counts[at]
-        repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
-        logits = torch.where(self._seen[at], repeated, logits)
-        return logits - frequency * counts - presence * (counts > 0)
+class _Rows:
+    """A buffer of float32 rows that grows to the most ever asked for, zeroed when it is made."""
+
+    __slots__ = ("_device", "_tensor", "_width")
+
+    def __init__(self, width: int, device: torch.device) -> None:
+        self._width = width
+        self._device = device
+        self._tensor = torch.zeros(0, width, device=device)
+
+    def front(self, count: int) -> Tensor:
+        """``[count, width]``, with what was last written there."""
+        if count > self._tensor.shape[0]:
+            self._tensor = torch.zeros(count, self._width, device=self._device)
+        return self._tensor[:count]
 
 
 def _argmax(logits: Tensor) -> Tensor:
@@ -366,6 +352,16 @@ def _argmax(logits: Tensor) -> Tensor:
     return logits.argmax(dim=-1)
 
 
+def _drop_below(weights: Tensor, bound: Tensor) -> None:
+    """Set the weights ``[n, V]`` below a row's bound ``[n, 1]`` to zero."""
+    if weights.device.type == "cpu":
+        # 92 us for [8, 49152] on one core of an EPYC; masked_fill_ takes 490 us.
+        array = weights.numpy()
+        np.multiply(array, array >= bound.numpy(), out=array)
+    else:
+        weights.masked_fill_(weights < bound, 0.0)
+
+
 def _take(tensor: Tensor, rows: list[int]) -> Tensor:
     """These rows, ascending; the tensor itself if they are all of it."""
     if len(rows) == tensor.shape[0]:
@@ -373,10 +369,35 @@ def _take(tensor: Tensor, rows: list[int]) -> Tensor:
     return tensor[torch.tensor(rows, dtype=torch.int64, device=tensor.device)]
 
 
-def _last_within(top: Tensor, total: Tensor, share: Tensor) -> tuple[Tensor, Tensor]:
-    """From each row's likeliest scaled logits, falling: the first at which the sum reaches the share of the
-    total, and whether one does (else the last)."""
-    reached_share = top.exp().cumsum(dim=-1, dtype=torch.float64) >= share * total
-    first = (~reached_share).sum(dim=-1, keepdim=True)
-    reached = first < top.shape[1]
-    return top.gather(1, first.clamp_(max=top.shape[1] - 1)), reached
+def _nucleus_by_sort(weights: Tensor, shares: list[float]) -> Tensor:
+    """``[n, 1]``: the weight of the last token that top_p keeps in each row of weights ``[n, V]``."""
+    falling = weights.sort(dim=-1, descending=True).values
+    sums = falling.cumsum(dim=-1, dtype=torch.float64)
+    wanted = torch.tensor(shares, dtype=torch.float64, device=weights.device).unsqueeze(1) * sums[:, -1:]
+    last = (sums < wanted).sum(dim=-1, keepdim=True).clamp_(max=weights.shape[1] - 1)
+    return falling.gather(1, last)
+
+
+def _nucleus_by_histogram(weights: Tensor, shares: list[float]) -> Tensor:
+    """`_nucleus_by_sort` for a CPU: 0.1 ms a row of 49152 on one core of an EPYC, where sorting takes 3.7 ms.
+
+    A histogram over the weights' upper bits tells in which bin the sum reaches the share; only that bin is
+    sorted.
+    """
+    bounds = np.zeros((len(shares), 1), dtype=np.float32)
+    for row, (values, share) in enumerate(zip(weights.numpy(), shares, strict=True)):
+        if 2 * np.count_nonzero(values) < len(values):
+            # What top_k dropped would all be added to one bin, each addition waiting for the last.
+            values = values[values > 0]
+        bins = values.view(np.uint32) >> _HISTOGRAM_SHIFT
+        sums = np.bincount(bins, weights=values)[::-1].cumsum()
+        wanted = share * sums[-1]
+        if not wanted < np.inf:  # a row with NaN, which is reported elsewhere
+            continue
+        reached = int(np.searchsorted(sums, wanted))
+        before = sums[reached - 1] if reached else 0.0
+        inside = np.sort(values[bins == len(sums) - 1 - reached])[::-1]
+        # Rounding may leave the bin's own sum just short of what the histogram promised.
+        last = min(int(np.searchsorted(before + inside.cumsum(dtype=np.float64), wanted)), len(inside) - 1)
+        bounds[row] = inside[last]
+    return torch.from_numpy(bounds)

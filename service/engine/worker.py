@@ -343,7 +343,7 @@ class Worker:
             load_seconds=load_seconds,
             build={
                 "python": platform.python_version(),
-                "torch": torch.__version__,
+                "torch": str(torch.__version__),  # msgspec takes no subclass of str
                 "threads": str(torch.get_num_threads()),
             },
             layers=layers,

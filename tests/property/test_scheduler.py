@@ -1,4 +1,4 @@
-"""The scheduler against a model of what a KV cache holds, under random arrivals, aborts and block pressure."""
+"""The scheduler against a model of the KV cache's content: random arrivals, aborts and block pressure."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def next_token(tokens: list[int]) -> int:
 
 
 class CacheModel(RuleBasedStateMachine):
-    """Writes into each slot which prefix its KV belongs to, and checks every slot that attention would read."""
+    """Writes into each slot which prefix its KV belongs to; checks every slot that attention would read."""
 
     @initialize(
         num_blocks=st.integers(1, 24),
