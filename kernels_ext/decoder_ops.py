@@ -1,18 +1,21 @@
 """The ops around the linears of a decoder step: norms, rotary embedding, paged attention, gated activation.
 
-Tensors are float32, bfloat16 or float16, all of one call in the same dtype; arithmetic inside is float32, rounded where
-the formulas below say ``round``. Every tensor must be contiguous and on one device. The compiled ops check shapes,
-dtypes, layout and, on the CPU, every index, and raise ValueError; these functions add nothing to that, because one
-decoded token calls them some 150 times.
+Tensors are float32, bfloat16 or float16, all of one call in the same dtype; arithmetic inside is float32,
+rounded where the formulas below say ``round``. Every tensor must be contiguous and on one device. The
+compiled ops check shapes, dtypes, layout and, on the CPU, every index, and raise ValueError; these functions
+add nothing to that, because one decoded token calls them some 150 times.
 
-Letters: T tokens of all sequences, one after the other; S sequences; H hidden size; D head size; Hq query heads; Hkv
-key and value heads, Hq a multiple of Hkv. The cache is ``[blocks, block_size, Hkv, D]``; slot ``s`` is row
-``s % block_size`` of block ``s // block_size``.
+Letters: T tokens of all sequences, one after the other; S sequences; H hidden size; D head size; Hq query
+heads; Hkv key and value heads, Hq a multiple of Hkv. The cache is ``[blocks, block_size, Hkv, D]``; slot
+``s`` is row ``s % block_size`` of block ``s // block_size``.
 
 `isa` is an instruction set of `kernels_ext.available_isas`, or None for the best; CPU only.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -79,20 +82,20 @@ def rope_kv_write(
 ) -> Tensor:
     """Rotate queries and keys to their positions, and store keys and values in the paged cache.
 
-    The ``rotate_half`` convention: with ``h = R / 2``, elements ``i`` and ``i + h`` of a head form a pair. The first R
-    elements of a head are rotated and the rest pass through; ``R = 0`` stores without rotating. Computed in
-    float32 and rounded once.
+    The ``rotate_half`` convention: with ``h = R / 2``, elements ``i`` and ``i + h`` of a head form a pair.
+    The first R elements of a head are rotated and the rest pass through; ``R = 0`` stores without rotating.
+    Computed in float32 and rounded once.
 
     Args:
         qkv: ``[T, (Hq + 2 * Hkv) * D]``: query heads, then key heads, then value heads.
-        cos, sin: float32 ``[P, R]``, R even and at most D: the angles of positions 0 to P - 1, each half complete as
+        cos, sin: float32 ``[P, R]``, R even and at most D, for positions 0 to P - 1; both halves of a row, as
             transformers' rotary embeddings return them.
         positions: int64 ``[T]``, each in 0 to P - 1.
         slot_mapping: int64 ``[T]``, a different slot for each token.
         k_cache, v_cache: ``[blocks, block_size, Hkv, D]``; written at the tokens' slots and nowhere else.
         num_heads: Hq.
-        q_norm_weight, k_norm_weight: ``[D]``, or None. Where given, each head goes through `rms_norm` with this weight
-            before it is rotated (Qwen3).
+        q_norm_weight, k_norm_weight: ``[D]``, or None. Where given, each head goes through `rms_norm` with
+            this weight before it is rotated (Qwen3).
         eps: of those norms.
         isa: see the module.
 
@@ -100,8 +103,8 @@ def rope_kv_write(
         The rotated queries, ``[T, Hq, D]``.
 
     Raises:
-        ValueError: something above does not hold, except that slots differ, which is not checked; the caches are then
-            unchanged. Indices are checked on the CPU only: elsewhere that would wait for the device.
+        ValueError: something above does not hold; the caches are then unchanged. Not checked: that slots
+            differ; and indices, except on the CPU (elsewhere that would wait for the device).
     """
     q: Tensor = _ops.rope_kv_write.default(
         qkv,
@@ -133,18 +136,19 @@ def paged_attention(
 ) -> Tensor:
     """Causal attention of new tokens over their sequences' cached keys and values, their own included.
 
-    Decoding and (chunked) prefill are the same call: a sequence with n query tokens and a context of c has them at
-    positions ``c - n`` to ``c - 1``, and the token at position p sees positions 0 to p, or with a window the last
-    `window` of those. Query head h reads KV head ``h // (Hq / Hkv)``.
+    Decoding and (chunked) prefill are the same call: a sequence with n query tokens and a context of c has
+    them at positions ``c - n`` to ``c - 1``, and the token at position p sees positions 0 to p, or with a
+    window the last `window` of those. Query head h reads KV head ``h // (Hq / Hkv)``.
 
-    A token's result is the same bits whatever else is in the batch, however its prompt was split into chunks, and
-    with any number of threads. It differs in the last bits between instruction sets.
+    On one CPU a token's result is the same bits whatever else is in the batch, however its prompt was split
+    into chunks, and with any number of threads. It differs in the last bits between instruction sets.
 
     Args:
         q: ``[T, Hq, D]``.
         k_cache, v_cache: ``[blocks, block_size, Hkv, D]``.
-        block_tables: int32 ``[S, max_blocks]``; entry i of a row is the block of positions ``i * block_size`` and on.
-            Entries past the context, or wholly before every window, are not read and may hold anything.
+        block_tables: int32 ``[S, max_blocks]``; entry i of a row is the block of positions ``i * block_size``
+            and on. Entries past the context, or wholly before every window, are not read and may hold
+            anything.
         query_start: int32 ``[S + 1]``, from 0 to T without falling: sequence s owns rows
             ``query_start[s]`` to ``query_start[s + 1] - 1`` of q. A sequence may own none.
         context_lens: int32 ``[S]``: cached tokens, the queries among them.
@@ -156,8 +160,8 @@ def paged_attention(
         ``[T, Hq * D]``.
 
     Raises:
-        ValueError: something above does not hold. Indices are checked on the CPU only: elsewhere that would wait
-            for the device.
+        ValueError: something above does not hold. query_start, context_lens and block entries are checked
+            on the CPU only: elsewhere that would wait for the device.
     """
     y: Tensor = _ops.paged_attention.default(
         q,
@@ -198,20 +202,27 @@ def _isa_number(isa: str | None) -> int:
     return ISAS[isa]
 
 
-# --- fake kernels: shapes and dtypes alone, for torch.compile ------------------------------------------------
+# --- fake kernels: shapes and dtypes alone, for torch.compile -----------------------------------------------
+
+_Fake = TypeVar("_Fake", bound=Callable[..., Tensor])
 
 
-@torch.library.register_fake("kernels_ext::rms_norm")
+def _register_fake(op: str) -> Callable[[_Fake], _Fake]:
+    register: Callable[[_Fake], _Fake] = torch.library.register_fake(f"kernels_ext::{op}")
+    return register
+
+
+@_register_fake("rms_norm")
 def _(x: Tensor, weight: Tensor, eps: float, isa: int = 0) -> Tensor:
     return torch.empty_like(x)
 
 
-@torch.library.register_fake("kernels_ext::add_rms_norm")
+@_register_fake("add_rms_norm")
 def _(x: Tensor, residual: Tensor, weight: Tensor, eps: float, isa: int = 0) -> Tensor:
     return torch.empty_like(x)
 
 
-@torch.library.register_fake("kernels_ext::rope_kv_write")
+@_register_fake("rope_kv_write")
 def _(
     qkv: Tensor,
     cos: Tensor,
@@ -229,7 +240,7 @@ def _(
     return qkv.new_empty((qkv.shape[0], num_heads, k_cache.shape[3]))
 
 
-@torch.library.register_fake("kernels_ext::paged_attention")
+@_register_fake("paged_attention")
 def _(
     q: Tensor,
     k_cache: Tensor,
@@ -244,6 +255,6 @@ def _(
     return q.new_empty((q.shape[0], q.shape[1] * q.shape[2]))
 
 
-@torch.library.register_fake("kernels_ext::silu_mul")
+@_register_fake("silu_mul")
 def _(gate_up: Tensor, isa: int = 0) -> Tensor:
     return gate_up.new_empty((gate_up.shape[0], gate_up.shape[1] // 2))
