@@ -83,7 +83,7 @@ def test_zeros_that_are_there_count_towards_the_share() -> None:
 
 
 def test_wanda_has_less_output_error_than_magnitude_when_features_differ_in_size() -> None:
-    """What Wanda is for: a small weight on a loud feature matters more than a large one on a silent feature."""
+    """What Wanda is for: a small weight on a loud feature matters more than a large one on a silent one."""
     generator = torch.Generator().manual_seed(11)
     weight = torch.randn(32, 64, generator=generator)
     loudness = torch.logspace(-2, 1, 64)[torch.randperm(64, generator=generator)]

@@ -74,7 +74,7 @@ def test_unpacking_a_packed_model_gives_back_every_bit(tmp_path: Path, dtype: to
 
 
 def test_only_decoder_matrices_that_get_smaller_are_packed(tmp_path: Path) -> None:
-    """Embeddings and head, though all zero, stay; so do integers, a full matrix, and one of a single column."""
+    """Embeddings and head, though all zero, stay; so do integers, a full matrix, and a single column."""
     edge_checkpoint(tmp_path / "dense", torch.float32)
 
     report = write_packed(tmp_path / "dense", tmp_path / "packed")

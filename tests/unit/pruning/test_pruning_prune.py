@@ -51,7 +51,7 @@ def test_packed_and_dense_output_hold_identical_weights(
     dtype: torch.dtype,
     method: str,
 ) -> None:
-    """Both name the same tensors; every linear of a layer has its zeros in every row, nothing else changed."""
+    """Both name the same tensors; every linear has its zeros in every row, nothing else changed."""
     source = make_model("llama", dtype=dtype)
     prune(source, tmp_path / "packed", options(method=method, sparsity=0.4, output="packed"))
     prune(source, tmp_path / "dense", options(method=method, sparsity=0.4, output="dense"))
@@ -79,7 +79,7 @@ def test_packed_and_dense_output_hold_identical_weights(
 def test_wanda_equals_a_pass_of_transformers_over_the_pruned_layers_before(
     make_model: Callable[..., Path], options: Callable[..., PruneOptions], tmp_path: Path, text: Path
 ) -> None:
-    """The reference runs the whole model for every layer: earlier layers pruned, this and later ones dense."""
+    """The reference runs the whole model for every layer: earlier ones pruned, this and later ones dense."""
     source = make_model("llama")
     prune(source, tmp_path / "out", options(sparsity=0.5, output="dense"))
     ids = AutoTokenizer.from_pretrained(source)(text.read_text("utf-8"), return_tensors="pt").input_ids
@@ -95,7 +95,7 @@ def test_wanda_equals_a_pass_of_transformers_over_the_pruned_layers_before(
         seen: dict[str, Tensor] = {}
         hooks = [
             module.register_forward_hook(
-                lambda _m, args, _out, name=name: seen.__setitem__(name, args[0].flatten(0, 1))
+                lambda _m, args, _out, name=name, seen=seen: seen.update({name: args[0].flatten(0, 1)})
             )
             for name, module in linears.items()
         ]
@@ -188,7 +188,7 @@ def test_the_report_says_what_was_asked_and_what_came_out(
 def test_stored_bytes_are_those_on_disk(
     make_model: Callable[..., Path], options: Callable[..., PruneOptions], tmp_path: Path
 ) -> None:
-    """A figure about savings has to be the real one; row offsets have one entry less on disk than in memory."""
+    """A figure about savings has to be the real one; on disk there is one row offset less than in memory."""
     report = prune(make_model("llama"), tmp_path / "out", options(sparsity=0.7))
     stored = load_file(tmp_path / "out" / "model.safetensors")
 
