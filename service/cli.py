@@ -235,8 +235,10 @@ def prune(
     from service.pruning.progress import shown_progress
     from service.pruning.prune import PruneOptions
     from service.pruning.prune import prune as run
+    from service.pruning.report import PerplexityOptions, quality_report
 
     chosen = {} if calibration_text is None else {"text": calibration_text}
+    quality = None
     try:
         options = PruneOptions(
             method=method,  # type: ignore[arg-type]  # PruneOptions refuses unknown names itself
@@ -250,12 +252,16 @@ def prune(
         )
         with shown_progress() as progress:
             done = run(model, out, options, progress)
+            if report:
+                quality = quality_report(model, out, done, PerplexityOptions(device=device), progress)
     except (ValueError, FileExistsError) as error:
         _fail(str(error), EXIT_USAGE)
     typer.echo(
         f"{out}: {len(done.layers)} linears at sparsity {done.sparsity:.3f}, {_megabytes(done.stored_bytes)} "
         f"stored for {_megabytes(done.dense_bytes)} dense ({done.stored_bytes / done.dense_bytes:.2f}x)"
     )
+    if quality is not None:
+        typer.echo(quality.table())
 
 
 @app.command(epilog="Example: `lacunar inspect ./pruned --json | jq '.layers[0]'`")
