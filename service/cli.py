@@ -44,6 +44,7 @@ app.add_typer(bench, name="bench")
 ModelArgument = Annotated[
     Path, typer.Argument(metavar="MODEL", help="Model directory: config.json, safetensors and tokenizer.")
 ]
+_REASONS_SHOWN = 4
 _NETWORK, _ENGINE, _OPERATION = "Network", "Engine", "Operation"
 
 
@@ -421,13 +422,26 @@ def _print_inspection(inspection: Inspection) -> None:
         highlight=False,
         soft_wrap=True,
     )
-    for reason in sorted({layer.reason for layer in inspection.layers if layer.reason}):
+    reasons = sorted({layer.reason for layer in inspection.layers if layer.reason})
+    for reason in reasons[:_REASONS_SHOWN]:
         console.print(f"  {reason}", highlight=False, soft_wrap=True)
+    if len(reasons) > _REASONS_SHOWN:
+        console.print(f"  and {len(reasons) - _REASONS_SHOWN} more such reasons; --json has them all")
 
 
 def _by_backend(backends: dict[str, str]) -> str:
-    """`bitmap_avx2: 1, 2-4; dense: 65+`: which backend serves which numbers of tokens."""
-    by_backend: dict[str, list[str]] = {}
+    """`bitmap_avx2: 1-8, dense: 9+`: which backend serves which numbers of tokens. Buckets come in order."""
+    runs: list[tuple[str, str, str]] = []
     for bucket, backend in backends.items():
-        by_backend.setdefault(backend, []).append(bucket)
-    return "; ".join(f"{backend}: {', '.join(buckets)}" for backend, buckets in by_backend.items())
+        first = runs[-1][1] if runs and runs[-1][0] == backend else bucket.rstrip("+").partition("-")[0]
+        if runs and runs[-1][0] == backend:
+            runs.pop()
+        runs.append((backend, first, bucket))
+    return ", ".join(f"{backend}: {_span(first, last)}" for backend, first, last in runs)
+
+
+def _span(first: str, last: str) -> str:
+    if last.endswith("+"):
+        return f"{first}+"
+    end = last.rpartition("-")[2]
+    return first if end == first else f"{first}-{end}"

@@ -73,7 +73,7 @@ class Metrics:
             "status",
         )
         self.rejections = self._counter(
-            "lacunar_rejections_total", "Completion requests that were not accepted, by reason.", "reason"
+            "lacunar_rejections_total", "Requests that were not accepted, by reason.", "reason"
         )
         self.sequences_finished = self._counter(
             "lacunar_sequences_finished_total",
