@@ -16,11 +16,13 @@ from torch.nn.functional import cross_entropy
 from service.data import HELDOUT_TEXT
 
 from .calibration import TokenWindows, token_windows
-from .checkpoint import Checkpoint
+from .checkpoint import Checkpoint, write_json
 from .layerwise import LayerwiseModel
 from .methods import prune_weight
 from .progress import Progress, no_progress
 from .prune import PruneReport
+
+PERPLEXITY_FILE = "perplexity.json"
 
 _BATCH_TOKENS = 2048
 
@@ -124,7 +126,8 @@ def quality_report(
 ) -> QualityReport:
     """Compare the dense model, the same sparsity by magnitude, and the pruned model.
 
-    Where the pruned model was itself pruned by magnitude there are two rows.
+    Where the pruned model was itself pruned by magnitude there are two rows. The report is also written into
+    the pruned directory, as perplexity.json.
 
     Args:
         model: the dense model.
@@ -145,13 +148,15 @@ def quality_report(
     if method != "magnitude":
         rows.append(_measure(model, options, windows, f"magnitude {sparsity:.0%}", by_magnitude, progress))
     rows.append(_measure(pruned, options, windows, f"{method} {sparsity:.0%}", None, progress))
-    return QualityReport(
+    quality = QualityReport(
         text=windows.text,
         text_sha256=windows.text_sha256,
         context_tokens=options.context_tokens,
         windows=windows.tokens.shape[0],
         rows=rows,
     )
+    write_json(pruned / PERPLEXITY_FILE, quality.to_json())
+    return quality
 
 
 def _windows(model: Path, options: PerplexityOptions) -> TokenWindows:
