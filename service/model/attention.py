@@ -1,7 +1,9 @@
-"""Positions and paged attention: rotary tables, cache allocation, and attention for transformers' modelling code."""
+"""Positions and paged attention: rotary tables, the cache, and attention for transformers' modelling code."""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -79,24 +81,19 @@ class PagedStep:
     windows: dict[int, int | None] = field(default_factory=dict)
 
 
-# The running step. Modelling code passes attention only what it knows itself, and not all of it passes further
-# keyword arguments down; one engine process runs one step at a time.
+# The running step. Modelling code passes attention only what it knows itself, and not all of it passes
+# further keyword arguments down; one engine process runs one step at a time.
 _running: PagedStep | None = None
 
 
-class running_step:  # noqa: N801 - used as a function: `with running_step(step):`
+@contextlib.contextmanager
+def running_step(step: PagedStep) -> Iterator[PagedStep]:
     """Make a step the one that attention works on, for the duration of a ``with`` block."""
-
-    def __init__(self, step: PagedStep) -> None:
-        self._step = step
-
-    def __enter__(self) -> PagedStep:
-        global _running
-        _running = self._step
-        return self._step
-
-    def __exit__(self, *_: object) -> None:
-        global _running
+    global _running
+    _running = step
+    try:
+        yield step
+    finally:
         _running = None
 
 
@@ -110,7 +107,7 @@ def paged_attention_forward(
     sliding_window: int | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Attention as transformers calls it, over the paged cache: writes this step's keys and values, then attends.
+    """Attention as transformers calls it: write this step's keys and values to the paged cache, attend to it.
 
     Args:
         module: the attention module; ``layer_idx`` says which layer's cache to use.

@@ -348,7 +348,7 @@ class Checkpoint:
         file = self._files.get(entry.file)
         if file is None:
             file = self._files[entry.file] = entry.file.open("rb", buffering=0)
-        view = memoryview(out.view(torch.uint8).numpy())
+        view = out.view(torch.uint8).numpy().data
         file.seek(entry.offset + start * entry.dtype.itemsize)
         done = 0
         while done < len(view):
@@ -393,8 +393,8 @@ def _check_bitmask(entry: PackedEntry, first: int, bitmap: Tensor, counts: Tenso
         raise fault(
             entry.bitmask.file,
             entry.bitmask.name,
-            f"{int(wanted[row])} bits set in row {first + row} (from {entry.row_offsets.name} and the length of "
-            f"{entry.values.name})",
+            f"{int(wanted[row])} bits set in row {first + row} (from {entry.row_offsets.name} and the length "
+            f"of {entry.values.name})",
             f"{int(set_bits[row])}",
         )
     if K % 8 and np.any(bits[:, -1] >> (K % 8)):
@@ -565,7 +565,7 @@ def _group_packed(checkpoint: Checkpoint, plain: dict[str, TensorEntry]) -> dict
             if name.endswith(ending):
                 raise CheckpointError(
                     f"{entry.file}: tensor {name} belongs to {form}, which is not read yet. "
-                    "Save the model as plain safetensors with explicit zeros, or pack it with `lacunar prune`."
+                    "Save the model as plain safetensors with explicit zeros."
                 )
     entries: dict[str, Entry] = dict(plain)
     modules = sorted(
@@ -615,8 +615,9 @@ def _packed_entry(checkpoint: Checkpoint, module: str, plain: dict[str, TensorEn
         )
     if len(values.shape) == 2 and module + ".row_offsets" not in plain:
         raise CheckpointError(
-            f"{values.file}: tensor {values.name} belongs to the sparse-24-bitmask form of compressed-tensors, "
-            "which is not read yet. Save the model as plain safetensors with explicit zeros."
+            f"{values.file}: tensor {values.name} belongs to the sparse-24-bitmask form of "
+            "compressed-tensors, which is not read yet. Save the model as plain safetensors with explicit "
+            "zeros."
         )
     offsets = part(".row_offsets")
     if sizes.dtype != torch.int64 or len(sizes.shape) != 1 or sizes.shape[0] not in (1, 2):
@@ -624,7 +625,7 @@ def _packed_entry(checkpoint: Checkpoint, module: str, plain: dict[str, TensorEn
             sizes.file, sizes.name, "int64 [2]", f"{sizes.dtype} {list(sizes.shape)}".removeprefix("torch.")
         )
     shape = tuple(checkpoint.read_small(sizes).tolist())
-    # A product that is out of proportion to the bitmask is refused here, before memory is asked for.
+    # The bitmask's own shape bounds these sizes below, before memory is asked for.
     if any(size < 0 for size in shape):
         raise fault(sizes.file, sizes.name, "sizes of at least 0", str(list(shape)))
     width = -(-shape[-1] // 8)
@@ -635,7 +636,7 @@ def _packed_entry(checkpoint: Checkpoint, module: str, plain: dict[str, TensorEn
 
 
 def _refuse_quantised(file: Path, config: dict[str, Any]) -> None:
-    """Refuse what the configuration says is quantised. A sparsity claim is not trusted either way: keys decide."""
+    """Refuse what the configuration says is quantised. A claim of sparsity is not trusted: keys decide."""
     for key in ("quantization_config", "compression_config"):
         claim = config.get(key)
         if claim is None:
@@ -661,8 +662,8 @@ def _refuse_quantised(file: Path, config: dict[str, Any]) -> None:
                 )
         else:
             raise CheckpointError(
-                f"{file}: {key} says that the weights are quantised ({method}), expected float32, bfloat16 or "
-                "float16 weights."
+                f"{file}: {key} says that the weights are quantised ({method}), expected float32, bfloat16 "
+                "or float16 weights."
             )
 
 

@@ -1,7 +1,7 @@
 """The native forward of Llama-like decoders: fused projections, about eight operations a layer, no modules.
 
-Families: Llama (SmolLM among them), Mistral, Qwen2 and Qwen3. `unsupported` says why a configuration is not for
-this code; such a model is run by transformers_model instead. Nothing of a configuration is ignored.
+Families: Llama (SmolLM among them), Mistral, Qwen2 and Qwen3. `unsupported` says why a configuration is not
+for this code; such a model is run by transformers_model instead. Nothing of a configuration is ignored.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ _FAMILIES: dict[str, _Family] = {
     "qwen3": _Family("Qwen3ForCausalLM", _attention_bias, _attention_bias, qk_norm=True),
 }
 
-# Settings of relatives that change the forward pass, and the values that mean "not used". The families above do
-# not define them; where a configuration sets one all the same, transformers decides what it means.
+# Settings of relatives that change the forward pass, and the values that mean "not used". The families above
+# do not define them; where a configuration sets one all the same, transformers decides what it means.
 _FOREIGN_SETTINGS: dict[str, tuple[object, ...]] = {
     "attn_logit_softcapping": (None,),
     "final_logit_softcapping": (None,),
@@ -87,7 +87,7 @@ _FOREIGN_SETTINGS: dict[str, tuple[object, ...]] = {
 
 
 def unsupported(config: Any) -> str | None:
-    """Say why the native forward does not implement this transformers configuration; None if it does in full."""
+    """Say why the native forward does not implement a transformers configuration; None if it does in full."""
     family = _FAMILIES.get(config.model_type)
     if family is None:
         return f"model_type {config.model_type!r} has no native forward"
@@ -370,7 +370,7 @@ class NativeDecoder:
                 ours = self._embedding[first : first + rows.shape[0]]
                 if not torch.equal(rows.to(ours.device), ours):
                     _log.warning(
-                        "%s: tensor %s differs from the input embedding although tie_word_embeddings is set: not tied",
+                        "%s: tensor %s differs from the embedding that config.json ties it to: not tied",
                         entry.file,
                         name,
                     )

@@ -40,8 +40,8 @@ class Inspection:
         architecture: the model class that the configuration names.
         implementation: "native" or "transformers", or "" where the model cannot be served.
         dtype: the dtype it would be served in.
-        layers: every linear layer as it would be stored; where the model cannot be served, every matrix of the
-            checkpoint.
+        layers: every linear layer as it would be stored; where the model cannot be served, every matrix of
+            the checkpoint.
         dense_bytes, stored_bytes: of these layers.
         other_bytes: everything else: embeddings, norms, biases.
         reason: why it runs through transformers, or "".
@@ -72,8 +72,8 @@ def inspect_checkpoint(
         progress: told a stage and the share of it that is done (0..1).
 
     Raises:
-        CheckpointError: a file is missing, truncated or inconsistent. A sound checkpoint of a model that cannot be
-            served is no error: `Inspection.problem` says why.
+        CheckpointError: a file is missing, truncated or inconsistent. A sound checkpoint of a model that
+            cannot be served is no error: `Inspection.problem` says why.
         SettingsError: ``dtype`` is none of those that are served.
     """
     with Checkpoint.open(path) as checkpoint:
@@ -143,7 +143,7 @@ def _transformers_layers(config: Any, checkpoint: Checkpoint, reader: WeightRead
             stored = choose_format(N, K, reader.dtype, nnz, device=reader.device.type)
             layers.append(describe(path, N, K, reader.dtype, nnz, stored, device=reader.device.type))
         else:
-            checkpoint.find(weight, tuple(module.weight.shape))
+            checkpoint.find(weight, tuple(model.get_parameter(weight).shape))
     for name, parameter in model.named_parameters():
         if parameter.dim() == 3 and name in converted:
             layers.append(expert_report(name, *converted[name], reader.dtype))

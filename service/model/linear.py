@@ -43,8 +43,8 @@ def choose_format(
 ) -> Format:
     """Decide between ``bitmap`` and ``dense`` storage for a ``[N, K]`` weight with ``nnz`` non-zeros.
 
-    Bitmap is taken when it is smaller and when dispatch expects it to be no slower than dense at M=1, which is
-    where a decode step spends its time.
+    Bitmap is taken when it is smaller and when dispatch expects it to be no slower than dense at M=1, which
+    is where a decode step spends its time.
 
     Args:
         N, K, dtype, nnz: the weight.
@@ -251,13 +251,14 @@ def require_device(device: str) -> torch.device:
             )
         if not torch.cuda.is_available():
             raise BackendUnavailable(
-                "device cuda needs an NVIDIA GPU, but torch sees none. Check the driver, or set LACUNAR_DEVICE=cpu."
+                "device cuda needs an NVIDIA GPU, but torch sees none. Check the driver, or set "
+                "LACUNAR_DEVICE=cpu."
             )
         missing = [op for op in _STEP_OPS if not _has_kernel(op, "CUDA")]
         if missing:
             raise BackendUnavailable(
-                f"device cuda needs CUDA kernels for {', '.join(missing)}, which this version does not have yet. "
-                "Set LACUNAR_DEVICE=cpu."
+                f"device cuda needs CUDA kernels for {', '.join(missing)}, which this version does not have "
+                "yet. Set LACUNAR_DEVICE=cpu."
             )
     return torch.device(device)
 

@@ -46,7 +46,8 @@ def load_model(
         dtype: "auto" (the configuration's, else the weights' own), "float32", "bfloat16" or "float16".
         weights: "auto" packs each layer that gains from it, "dense" keeps all dense.
         max_model_len: longest sequence in tokens; None for what the configuration says.
-        implementation: "native", "transformers", or "auto": native where it implements the configuration in full.
+        implementation: "native", "transformers", or "auto": native where it implements the configuration in
+            full.
         progress: told a stage and the share of it that is done (0..1).
 
     Raises:
@@ -92,7 +93,7 @@ def read_config(checkpoint: Checkpoint) -> Any:
     except Exception as error:
         # transformers raises whatever its checks raise: ValueError, KeyError, its own dataclass errors.
         raise CheckpointError(
-            f"{checkpoint.config_file}: expected a configuration that transformers knows without remote code, found "
+            f"{checkpoint.config_file}: expected a model that transformers knows without remote code, found "
             f"model_type {checkpoint.config['model_type']!r}: {error}"
         ) from error
     for key in ("quantization_config", "compression_config"):

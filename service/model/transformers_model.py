@@ -48,7 +48,7 @@ def build_empty(config: Any, dtype: torch.dtype) -> Any:
     """Make the model that a configuration describes with every tensor on the meta device, attention replaced.
 
     Raises:
-        StartupError: transformers has no causal LM for it without remote code, or it cannot take our attention.
+        StartupError: transformers has no causal LM for it without remote code, or it takes no positions.
     """
     register()
     name = (config.architectures or [config.model_type])[0]
@@ -62,8 +62,8 @@ def build_empty(config: Any, dtype: torch.dtype) -> Any:
     parameters = inspect.signature(model.forward).parameters
     if "position_ids" not in parameters:
         raise StartupError(
-            f"{name} cannot be served: its code takes no position_ids, so tokens of several sequences cannot be "
-            "run together"
+            f"{name} cannot be served: its code takes no position_ids, so tokens of several sequences cannot "
+            "be run together"
         )
     return model
 
@@ -149,7 +149,7 @@ def linear_plan(path: str, module: nn.Module, names: NameMap) -> LinearPlan | No
     has_bias = getattr(module, "bias", None) is not None
     if weight is None or f"{path}.weight" in names.tied or (has_bias and bias is None):
         return None
-    shape = tuple(module.weight.shape)
+    shape = _weight_shape(module)
     transposed = isinstance(module, Conv1D)
     K, N = shape if transposed else shape[::-1]
     return LinearPlan(path, ((weight, N),), K, (bias,) if has_bias and bias else (), transposed)
@@ -171,6 +171,12 @@ def resolve_ties(names: NameMap, reader: WeightReader) -> None:
                 source,
             )
             del names.tied[target]
+
+
+def _weight_shape(module: nn.Module) -> tuple[int, ...]:
+    weight = module.weight
+    assert isinstance(weight, Tensor)
+    return tuple(weight.shape)
 
 
 class TransformersDecoder:
@@ -294,8 +300,8 @@ class TransformersDecoder:
     def _place_converted(
         self, path: str, module: nn.Module, weight: Tensor, reader: WeightReader, dtype: torch.dtype
     ) -> SparseLinear:
-        """Store a weight that did not come straight from one tensor of the checkpoint; the bias comes later."""
-        wanted = tuple(module.weight.shape)
+        """Store a weight that did not come straight from one tensor; the bias comes later."""
+        wanted = _weight_shape(module)
         if tuple(weight.shape) != wanted:
             raise fault(
                 reader.checkpoint.path,
@@ -392,8 +398,8 @@ class TransformersDecoder:
             wanted = window if kinds[layer] == "sliding_attention" else None
             if found != wanted:
                 raise StartupError(
-                    f"{name} cannot be served: layer {layer} should see {wanted or 'all'} tokens, but its code asks "
-                    f"attention for {found or 'all'}; max_model_len up to {window} would do"
+                    f"{name} cannot be served: layer {layer} should see {wanted or 'all'} tokens, but its "
+                    f"code asks for {found or 'all'}; max_model_len up to {window} would do"
                 )
 
 
@@ -435,7 +441,7 @@ def _as_pattern(name: str) -> str:
 
 
 def _materialise_buffers(model: Any, device: torch.device) -> None:
-    """Give buffers that no checkpoint holds (rotary frequencies, say) their values, by transformers' own code."""
+    """Give buffers that no checkpoint holds (rotary frequencies) their values, by transformers' own code."""
     for name, buffer in list(model.named_non_persistent_buffers()):
         parent, _, leaf = name.rpartition(".")
         model.get_submodule(parent).register_buffer(
@@ -468,8 +474,8 @@ def convert(
     except Exception as error:
         sources = ", ".join(source for source, _ in conversion.sources[:3])
         raise CheckpointError(
-            f"{reader.checkpoint.path}: {first} cannot be made from {len(conversion.sources)} tensors ({sources}, "
-            f"...): {error}"
+            f"{reader.checkpoint.path}: {first} cannot be made from {len(conversion.sources)} tensors "
+            f"({sources}, ...): {error}"
         ) from error
     for target, value in made.items():
         yield target, value[0] if isinstance(value, list) else value

@@ -109,9 +109,7 @@ class WeightReader:
             self.mark_used(name)
         return layer
 
-    def place(
-        self, name: str, dense: Tensor, bias: Tensor | None, *, shared: bool = False
-    ) -> SparseLinear:
+    def place(self, name: str, dense: Tensor, bias: Tensor | None, *, shared: bool = False) -> SparseLinear:
         """Store a dense ``[N, K]`` weight as it is smallest and fastest.
 
         Args:
@@ -171,8 +169,9 @@ class WeightReader:
             first = self.checkpoint.entries[left[0]]
             raise CheckpointError(
                 f"{first.file}: tensor {left[0]}: expected only tensors of the model that "
-                f"{self.checkpoint.config_file.name} describes, found {len(left)} unknown ones ({', '.join(left[:5])}"
-                f"{', ...' if len(left) > 5 else ''}). The configuration may belong to another model."
+                f"{self.checkpoint.config_file.name} describes, found {len(left)} unknown ones "
+                f"({', '.join(left[:5])}{', ...' if len(left) > 5 else ''}). "
+                "The configuration may belong to another model."
             )
 
     def _entries(self, plan: LinearPlan) -> list[Entry]:

@@ -58,7 +58,7 @@ def test_prefill_matches_transformers(case: Any) -> None:
 
 
 def test_chunked_prefill_then_decode_matches_transformers(case: Any) -> None:
-    """Chunks that end inside blocks, then single tokens: the cache must hold what one pass would have seen."""
+    """Chunks that end inside blocks, then single tokens: the cache must hold what one pass would see."""
     model, reference = case
     tokens = prompt(23, seed=2)
     run = PagedRun(model)
@@ -104,7 +104,7 @@ def test_only_the_wanted_logits_are_returned(case: Any) -> None:
 def test_greedy_text_is_transformers_alone_and_in_a_batch(name: str, implementation: str, saved: Any) -> None:
     """64 tokens on 8 prompts: the same text alone and while 7 others run."""
     model = saved(name)
-    loaded = load_model(model.path, implementation=implementation)  # type: ignore[arg-type]
+    loaded = load_model(model.path, implementation=implementation)
     prompts = {str(index): prompt(3 + 4 * index, seed=10 + index) for index in range(8)}
     wanted = {key: reference_greedy(model.reference, tokens, 64) for key, tokens in prompts.items()}
     alone = {key: PagedRun(loaded).greedy({key: tokens}, 64)[key] for key, tokens in prompts.items()}
@@ -116,7 +116,7 @@ def test_greedy_text_is_transformers_alone_and_in_a_batch(name: str, implementat
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", ["llama", "qwen3", "mistral_window"])
 def test_half_precision_is_as_good_as_transformers(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    """Against float64-like truth (float32 weights from the rounded ones), our rounding may be twice theirs."""
+    """Against the same weights run in float32, our rounding may be twice transformers' own."""
     model = save_model(NATIVE[name](), tmp_path, dtype=dtype)
     tokens = prompt(23, seed=7)
     theirs = reference_logits(model.reference, tokens)

@@ -1,4 +1,4 @@
-"""Tiny random models of several architectures, pruned and saved as Hugging Face directories, and their runs."""
+"""Tiny random models of several architectures, pruned and saved as directories, and their runs."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from transformers.pytorch_utils import Conv1D
 from service.model.interface import CausalModel, ForwardBatch
 
 VOCAB = 151
-_LLAMA_LIKE = dict(
-    vocab_size=VOCAB,
-    hidden_size=72,
-    intermediate_size=104,
-    num_hidden_layers=3,
-    num_attention_heads=6,
-    num_key_value_heads=2,
-    max_position_embeddings=256,
-    tie_word_embeddings=False,
-)
+_LLAMA_LIKE: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 72,
+    "intermediate_size": 104,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "tie_word_embeddings": False,
+}
 
 
 def _llama(**changes: Any) -> Any:
@@ -36,7 +36,7 @@ def _rope(**parameters: Any) -> dict[str, Any]:
     return {"rope_theta": 10000.0, **parameters}
 
 
-# Architectures with a native forward. Sizes are no multiples of anything; a window is shorter than the prompts.
+# Architectures with a native forward. Sizes are no multiples of anything; windows are shorter than prompts.
 NATIVE: dict[str, Callable[[], Any]] = {
     "llama": _llama,
     "llama_tied_head_dim_18": lambda: _llama(tie_word_embeddings=True, head_dim=18),
@@ -64,7 +64,7 @@ NATIVE: dict[str, Callable[[], Any]] = {
     "qwen3": lambda: transformers.Qwen3Config(**_LLAMA_LIKE, head_dim=16),
 }
 
-_GPT = dict(vocab_size=VOCAB, max_position_embeddings=256)
+_GPT: dict[str, Any] = {"vocab_size": VOCAB, "max_position_embeddings": 256}
 
 # Architectures that run through transformers' modelling code.
 FOREIGN: dict[str, Callable[[], Any]] = {

@@ -1,4 +1,4 @@
-"""Checkpoint directories for tests: a small real model, packed forms, and safetensors files with any header."""
+"""Checkpoint directories for tests: a small model, its packed form, and safetensors files with any header."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ def pack_matrix(dense: Tensor) -> dict[str, Tensor]:
     """The four tensors of the packed form, made the slow obvious way."""
     mask = (dense != 0).numpy()
     counts = torch.from_numpy(mask.sum(axis=-1).astype(np.int64))
-    offsets = torch.cat((torch.zeros(1, dtype=torch.int64), counts.cumsum(0)[:-1])) if dense.dim() == 2 else None
+    offsets = (
+        torch.cat((torch.zeros(1, dtype=torch.int64), counts.cumsum(0)[:-1])) if dense.dim() == 2 else None
+    )
     return {
         "compressed": dense[torch.from_numpy(mask)],
         "bitmask": torch.from_numpy(np.packbits(mask, axis=-1, bitorder="little")),
@@ -44,7 +46,11 @@ def pack_directory(source: Path, target: Path, *, claim: dict[str, Any] | None =
             tensors[name] = tensor
     save_file(tensors, target / "model.safetensors")
     config = json.loads((source / "config.json").read_text())
-    config["quantization_config"] = claim or {"quant_method": "lacunar", "format_version": 1, "format": "bitmask"}
+    config["quantization_config"] = claim or {
+        "quant_method": "lacunar",
+        "format_version": 1,
+        "format": "bitmask",
+    }
     (target / "config.json").write_text(json.dumps(config))
 
 

@@ -59,12 +59,14 @@ def dense_of(path: Path, name: str, dtype: torch.dtype) -> torch.Tensor:
     return out
 
 
-# --- what is read ---------------------------------------------------------------------------------------------
+# --- what is read ---
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16])
-def test_plain_tensors_are_read_and_converted(stored: torch.dtype, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_plain_tensors_are_read_and_converted(
+    stored: torch.dtype, dtype: torch.dtype, tmp_path: Path
+) -> None:
     """Every stored dtype to every served one, rounded once."""
     weight = torch.randn(37, 21).to(stored)
     save_file({"a.weight": weight, "b": torch.ones(3)}, tmp_path / "model.safetensors")
@@ -77,7 +79,9 @@ def test_packed_matrices_unpack_to_what_was_packed(shape: tuple[int, int], tmp_p
     """Sizes beside byte borders, and one that is read in more than one piece."""
     dense = torch.randn(shape).to(torch.bfloat16)
     dense[torch.rand(shape) < 0.6] = 0
-    save_file({f"m.{part}": value for part, value in pack_matrix(dense).items()}, tmp_path / "model.safetensors")
+    save_file(
+        {f"m.{part}": value for part, value in pack_matrix(dense).items()}, tmp_path / "model.safetensors"
+    )
     (tmp_path / "config.json").write_text("{}")
     assert torch.equal(dense_of(tmp_path, "m.weight", torch.bfloat16), dense)
     with Checkpoint.open(tmp_path) as checkpoint:
@@ -122,7 +126,7 @@ def test_shards_are_read_through_their_index(model: Path) -> None:
 def test_packed_model_equals_the_plain_one(plain: Path, packed: Path) -> None:
     """Fusing packed matrices is concatenating rows: the layers must come out bit for bit."""
     a, b = load_model(plain), load_model(packed)
-    pairs = list(zip(a._linears(), b._linears(), strict=True))  # type: ignore[attr-defined]
+    pairs = list(zip(a._linears(), b._linears(), strict=True))
     assert "bitmap" in {one.stored.name for one, _ in pairs}
     for one, other in pairs:
         assert one.stored == other.stored
@@ -132,22 +136,28 @@ def test_packed_model_equals_the_plain_one(plain: Path, packed: Path) -> None:
 @pytest.mark.parametrize(
     "claim",
     [
-        {"quant_method": "compressed-tensors", "sparsity_config": {"format": "sparse-bitmask"}, "config_groups": {}},
+        {
+            "quant_method": "compressed-tensors",
+            "sparsity_config": {"format": "sparse-bitmask"},
+            "config_groups": {},
+        },
         {"sparsity_config": {"format": "dense"}},
     ],
 )
-def test_sparsity_claims_of_other_tools_do_not_matter(claim: dict[str, Any], plain: Path, tmp_path: Path) -> None:
+def test_sparsity_claims_of_other_tools_do_not_matter(
+    claim: dict[str, Any], plain: Path, tmp_path: Path
+) -> None:
     """Keys decide which form a tensor has, not what the configuration claims."""
     pack_directory(plain, tmp_path / "p", claim=claim)
     assert load_model(tmp_path / "p").spec.num_layers == 3
 
 
 def test_negative_zeros_are_zeros(model: Path) -> None:
-    """Pruning by a mask leaves -0.0 for negative weights; counted as values they would undo the compression."""
+    """Pruning by a mask leaves -0.0 for negative weights; stored as values they would undo the gain."""
     name = f"{UP}.weight"
     weight = load_file(model / "model.safetensors")[name]
     edit_tensors(model, {name: torch.where(weight == 0, -0.0, weight)})
-    layers = {layer.name: layer for layer in load_model(model)._linears()}  # type: ignore[attr-defined]
+    layers = {layer.name: layer for layer in load_model(model)._linears()}
     fused = layers["model.layers.1.mlp.gate_up_proj"]
     assert fused.nnz == fused.weight.nnz == int(torch.count_nonzero(fused.dense()))
     assert fused.stored.name == "bitmap"
@@ -160,7 +170,7 @@ def test_nan_inf_and_subnormals_are_kept(tmp_path: Path) -> None:
     weight = load_file(save_model.path / "model.safetensors")[name]
     weight[0, :4] = torch.tensor([float("nan"), float("inf"), float("-inf"), 1e-40])
     edit_tensors(tmp_path, {name: weight})
-    layers = {layer.name: layer for layer in load_model(tmp_path)._linears()}  # type: ignore[attr-defined]
+    layers = {layer.name: layer for layer in load_model(tmp_path)._linears()}
     got = layers["model.layers.1.mlp.gate_up_proj"].dense()[104, :4]
     assert torch.equal(got.view(torch.int32), weight[0, :4].view(torch.int32))
 
@@ -171,7 +181,7 @@ def test_rotary_buffers_of_old_checkpoints_are_skipped(model: Path) -> None:
     assert load_model(model).spec.num_layers == 3
 
 
-# --- what is refused -------------------------------------------------------------------------------------------
+# --- what is refused ---
 
 
 def corrupt(path: Path, how: Callable[[Path], None]) -> str:
@@ -220,15 +230,23 @@ def _twice(header: dict[str, Any]) -> bytes:
     return (text[:-1] + ", " + name + json.dumps(header["model.norm.weight"]) + "}").encode()
 
 
-
 PLAIN_FAULTS: dict[str, tuple[Callable[[Path], None], list[str]]] = {
     "no directory": (lambda path: shutil.rmtree(path), ["expected a directory", "found nothing"]),
     "no config": (lambda path: (path / "config.json").unlink(), ["config.json", "no such file"]),
-    "config is no JSON": (lambda path: (path / "config.json").write_text("{"), ["config.json", "expected JSON"]),
+    "config is no JSON": (
+        lambda path: (path / "config.json").write_text("{"),
+        ["config.json", "expected JSON"],
+    ),
     "config is a list": (lambda path: (path / "config.json").write_text("[]"), ["config.json", "found list"]),
     "no model_type": (lambda path: edit_config(path, model_type=None), ["config.json", "model_type"]),
-    "unknown model_type": (lambda path: edit_config(path, model_type="nonsense"), ["config.json", "'nonsense'"]),
-    "no weights": (lambda path: (path / "model.safetensors").unlink(), ["model.safetensors", "found neither"]),
+    "unknown model_type": (
+        lambda path: edit_config(path, model_type="nonsense"),
+        ["config.json", "'nonsense'"],
+    ),
+    "no weights": (
+        lambda path: (path / "model.safetensors").unlink(),
+        ["model.safetensors", "found neither"],
+    ),
     "pickled weights": (
         lambda path: (path / "model.safetensors").rename(path / "pytorch_model.bin"),
         ["pytorch_model.bin is not read", "Convert to safetensors"],
@@ -354,9 +372,15 @@ PACKED_FAULTS: dict[str, tuple[Callable[[Path], None], list[str]]] = {
     "a bit too many or too few": (_packed("bitmask", _flip), [f"{UP}.bitmask", "bits set in row 7"]),
     "a bit in the wrong row": (_packed("bitmask", _swap_bits), [f"{UP}.bitmask", "bits set in row 7"]),
     "a value too few": (_packed("compressed", lambda v: v[:-1].clone()), [f"{UP}.", "103"]),
-    "a value too many": (_packed("compressed", lambda v: torch.cat((v, v[:1]))), [f"{UP}.bitmask", "row 103"]),
+    "a value too many": (
+        _packed("compressed", lambda v: torch.cat((v, v[:1]))),
+        [f"{UP}.bitmask", "row 103"],
+    ),
     "offsets that fall": (_packed("row_offsets", _fall), [f"{UP}.row_offsets", "row 5"]),
-    "offsets that start late": (_packed("row_offsets", _late), [f"{UP}.row_offsets", "row 0 to start at value 0"]),
+    "offsets that start late": (
+        _packed("row_offsets", _late),
+        [f"{UP}.row_offsets", "row 0 to start at value 0"],
+    ),
     "offsets too short": (
         _packed("row_offsets", lambda o: o[:-1].clone()),
         [f"{UP}.row_offsets", "expected int64 [104]", "found int64 [103]"],
@@ -378,12 +402,18 @@ PACKED_FAULTS: dict[str, tuple[Callable[[Path], None], list[str]]] = {
         [f"{UP}.weight", "expected shape [104, 72]", "found shape [104, 71]"],
     ),
     "a huge shape": (_packed("shape", lambda s: torch.tensor([2**62, 72])), [f"{UP}.bitmask"]),
-    "a negative shape": (_packed("shape", lambda s: torch.tensor([-104, -72])), [f"{UP}.shape", "at least 0"]),
+    "a negative shape": (
+        _packed("shape", lambda s: torch.tensor([-104, -72])),
+        [f"{UP}.shape", "at least 0"],
+    ),
     "a float shape": (_packed("shape", lambda s: s.float()), [f"{UP}.shape", "expected int64 [2]"]),
     "no bitmask": (_packed("bitmask", lambda b: None), [f"{UP}.bitmask", "found none"]),
     "no shape": (_packed("shape", lambda s: None), [f"{UP}.shape", "found none"]),
     "no values": (_packed("compressed", lambda v: None), [f"{UP}.compressed", "found none"]),
-    "quantised values": (_packed("compressed", lambda v: v.to(torch.float8_e4m3fn)), [f"{UP}.compressed", "float8"]),
+    "quantised values": (
+        _packed("compressed", lambda v: v.to(torch.float8_e4m3fn)),
+        [f"{UP}.compressed", "float8"],
+    ),
     "both forms": (
         lambda path: edit_tensors(path, {f"{UP}.weight": torch.zeros(104, 72)}),
         [f"{UP}.weight", "one form of each weight"],
@@ -433,7 +463,8 @@ INDEX_FAULTS: dict[str, tuple[Callable[[Path, dict[str, Any]], None], list[str]]
     ),
     "an entry names the wrong shard": (
         lambda path, index: write_index(
-            path, {"weight_map": index["weight_map"] | {"model.norm.weight": "model-00001-of-00002.safetensors"}}
+            path,
+            {"weight_map": index["weight_map"] | {"model.norm.weight": "model-00001-of-00002.safetensors"}},
         ),
         ["model.norm.weight", "model-00001-of-00002.safetensors", "it in model-00002-of-00002.safetensors"],
     ),

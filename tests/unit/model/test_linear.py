@@ -133,7 +133,9 @@ def test_half_sparse_bf16_takes_at_most_six_tenths() -> None:
 def test_dispatch_may_veto_the_bitmap(monkeypatch: pytest.MonkeyPatch) -> None:
     """Smaller but slower is not a gain; the reason is dispatch's."""
     monkeypatch.setattr(
-        linear_module.dispatch, "choose", lambda table, **_: dispatch.Choice("dense", "dense is measured faster")
+        linear_module.dispatch,
+        "choose",
+        lambda table, **_: dispatch.Choice("dense", "dense is measured faster"),
     )
     stored = choose_format(256, 512, torch.float32, 1000, device="cpu")
     assert stored.name == "dense"
@@ -155,7 +157,9 @@ def test_a_bias_that_does_not_fit_is_an_error() -> None:
     with pytest.raises(ValueError, match=r"linear l: bias must be \[8\]"):
         SparseLinear("l", pruned(8, 16, torch.float32), torch.zeros(7), Format("dense", ""))
     with pytest.raises(ValueError, match="bfloat16"):
-        SparseLinear("l", pruned(8, 16, torch.float32), torch.zeros(8, dtype=torch.bfloat16), Format("dense", ""))
+        SparseLinear(
+            "l", pruned(8, 16, torch.float32), torch.zeros(8, dtype=torch.bfloat16), Format("dense", "")
+        )
 
 
 def test_cuda_without_cuda_kernels_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -166,7 +170,7 @@ def test_cuda_without_cuda_kernels_says_what_to_do(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(linear_module, "build_info", lambda: build)
     with pytest.raises(
         BackendUnavailable,
-        match=r"needs CUDA kernels.*KERNELS_CUDA=OFF at build.*cmake\.define\.KERNELS_CUDA=ON.*LACUNAR_DEVICE=cpu",
+        match=r"needs CUDA kernels.*KERNELS_CUDA=OFF at build.*\.KERNELS_CUDA=ON.*LACUNAR_DEVICE=cpu",
     ):
         require_device("cuda")
 

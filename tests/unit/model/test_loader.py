@@ -19,10 +19,18 @@ from service.errors import BackendUnavailable, CheckpointError, SettingsError, S
 from service.model import linear as linear_module
 from service.model.inspect import inspect_checkpoint
 from service.model.loader import load_model
-from tests.conformance.tiny_models import FOREIGN, NATIVE, VOCAB, PagedRun, prompt, reference_logits, save_model
+from tests.conformance.tiny_models import (
+    FOREIGN,
+    NATIVE,
+    VOCAB,
+    PagedRun,
+    prompt,
+    reference_logits,
+    save_model,
+)
 from tests.unit.model.checkpoint_files import edit_config, edit_tensors, pack_directory, small_llama
 
-# --- which code runs it ----------------------------------------------------------------------------------------
+# --- which code runs it ---
 
 
 @pytest.mark.parametrize(
@@ -65,7 +73,13 @@ def test_spec_is_what_the_engine_needs(tmp_path: Path) -> None:
     file = tmp_path / "generation_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"eos_token_id": [5, 7]}))
     spec = load_model(tmp_path, max_model_len=100).spec
-    assert (spec.vocab_size, spec.num_layers, spec.num_heads, spec.num_kv_heads, spec.head_dim) == (VOCAB, 3, 6, 2, 12)
+    assert (spec.vocab_size, spec.num_layers, spec.num_heads, spec.num_kv_heads, spec.head_dim) == (
+        VOCAB,
+        3,
+        6,
+        2,
+        12,
+    )
     assert (spec.max_model_len, spec.window, spec.eos_token_ids) == (100, 7, (5, 7))
     assert spec.dtype == torch.float32
     save_model(NATIVE["qwen2_some_windows"](), tmp_path)
@@ -86,7 +100,7 @@ def test_a_copy_of_the_embedding_is_tied(tmp_path: Path) -> None:
     embedding = load_file(tmp_path / "model.safetensors")["model.embed_tokens.weight"]
     edit_tensors(tmp_path, {"lm_head.weight": embedding.clone()})
     for implementation in ("native", "transformers"):
-        report = list(load_model(tmp_path, implementation=implementation).layer_reports())[-1]  # type: ignore[arg-type]
+        report = list(load_model(tmp_path, implementation=implementation).layer_reports())[-1]
         assert report.name == "lm_head"
         assert "tied" in report.reason
 
@@ -95,7 +109,7 @@ def test_a_copy_of_the_embedding_is_tied(tmp_path: Path) -> None:
 def test_a_head_that_differs_is_not_tied(
     implementation: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """transformers unties them, whatever the configuration says; logits must be those of the head that is there."""
+    """transformers unties them, whatever the configuration says: the logits are those of the stored head."""
     saved = save_model(NATIVE["llama_tied_head_dim_18"](), tmp_path)
     embedding = load_file(tmp_path / "model.safetensors")["model.embed_tokens.weight"]
     edit_tensors(tmp_path, {"lm_head.weight": -embedding})
@@ -112,17 +126,17 @@ def test_a_model_without_its_head_prefix_is_loaded(tmp_path: Path) -> None:
     tensors = load_file(tmp_path / "model.safetensors")
     edit_tensors(
         tmp_path,
-        {name: None for name in tensors} | {name.removeprefix("model."): value for name, value in tensors.items()},
+        dict.fromkeys(tensors) | {name.removeprefix("model."): value for name, value in tensors.items()},
     )
     tokens = prompt(5, seed=1)
     for implementation in ("native", "transformers"):
-        got = PagedRun(load_model(tmp_path, implementation=implementation)).step({"a": tokens})["a"]  # type: ignore[arg-type]
+        got = PagedRun(load_model(tmp_path, implementation=implementation)).step({"a": tokens})["a"]
         torch.testing.assert_close(got, reference_logits(saved.reference, tokens), rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "opt", "mixtral", "phi3_fused"])
 def test_packed_checkpoints_of_other_architectures(name: str, tmp_path: Path) -> None:
-    """Packed on disk, also where the matrix is stored transposed (GPT-2) or is one expert of many (Mixtral)."""
+    """Packed on disk, also where the matrix is stored transposed (GPT-2) or is one expert (Mixtral)."""
     saved = save_model(FOREIGN[name](), tmp_path / "plain")
     (tmp_path / "packed").mkdir()
     pack_directory(tmp_path / "plain", tmp_path / "packed")
@@ -145,7 +159,7 @@ def test_linear_calls_are_counted(tmp_path: Path) -> None:
     """Per step one call of each layer; the head sees only the rows that are wanted."""
     small_llama(tmp_path)
     for implementation, layers in (("native", 4), ("transformers", 7)):
-        model = load_model(tmp_path, implementation=implementation)  # type: ignore[arg-type]
+        model = load_model(tmp_path, implementation=implementation)
         assert model.linear_calls() == {}
         run = PagedRun(model)
         run.step({"a": prompt(5, seed=1)}, last_only=True)
@@ -166,9 +180,9 @@ def test_kv_bytes_are_those_of_the_cache(tmp_path: Path) -> None:
     assert cache.num_blocks == 5
 
 
-# --- what is refused -------------------------------------------------------------------------------------------
+# --- what is refused ---
 
-_SMALL: dict[str, Any] = dict(vocab_size=VOCAB, hidden_size=64, num_hidden_layers=2)
+_SMALL: dict[str, Any] = {"vocab_size": VOCAB, "hidden_size": 64, "num_hidden_layers": 2}
 
 REFUSED: dict[str, tuple[Any, str]] = {
     "attention sinks": (
@@ -210,7 +224,9 @@ def test_architectures_that_paging_cannot_serve_are_refused(case: str, tmp_path:
     assert words in str(error.value)
 
 
-def test_attention_that_is_not_what_it_says_is_found_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_that_is_not_what_it_says_is_found_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The check at load compares with transformers' own attention: a wrong result stops the start."""
     from service.model import attention
 
@@ -219,7 +235,9 @@ def test_attention_that_is_not_what_it_says_is_found_out(tmp_path: Path, monkeyp
     monkeypatch.setattr(
         attention.decoder_ops,
         "paged_attention",
-        lambda q, k, v, tables, starts, lens, scale, window: right(q, k, v, tables, starts, lens, scale * 2, window),
+        lambda q, k, v, tables, starts, lens, scale, window: right(
+            q, k, v, tables, starts, lens, scale * 2, window
+        ),
     )
     with pytest.raises(StartupError, match=r"logits of 8 tokens through paged attention differ"):
         load_model(tmp_path)
@@ -229,7 +247,9 @@ def test_remote_code_is_never_run(tmp_path: Path) -> None:
     """A configuration that names code of its own is refused, and the code stays unread."""
     small_llama(tmp_path)
     (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
-    edit_config(tmp_path, model_type="evil", auto_map={"AutoConfig": "evil.C", "AutoModelForCausalLM": "evil.M"})
+    edit_config(
+        tmp_path, model_type="evil", auto_map={"AutoConfig": "evil.C", "AutoModelForCausalLM": "evil.M"}
+    )
     with pytest.raises(CheckpointError, match="without remote code"):
         load_model(tmp_path)
     assert not (tmp_path / "ran").exists()
@@ -242,14 +262,16 @@ def test_a_hub_name_is_not_downloaded(tmp_path: Path, monkeypatch: pytest.Monkey
         load_model("HuggingFaceTB/SmolLM2-135M")
 
 
-def test_an_unavailable_device_is_refused_before_reading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unavailable_device_is_refused_before_reading(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The answer does not depend on the checkpoint."""
     monkeypatch.setattr(linear_module, "_has_kernel", lambda op, key: False)
     with pytest.raises(BackendUnavailable):
         load_model(tmp_path / "nothing", device="cuda")
 
 
-# --- memory ----------------------------------------------------------------------------------------------------
+# --- memory ---
 
 _MEASURE = """
 import sys, torch
@@ -276,8 +298,10 @@ print(peak, stored, dense, max(r.dense_bytes for r in reports))
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's peak memory counter")
 @pytest.mark.parametrize("implementation", ["native", "transformers"])
 @pytest.mark.parametrize("form", ["plain", "packed"])
-def test_peak_memory_is_the_packed_model_and_one_dense_layer(form: str, implementation: str, tmp_path: Path) -> None:
-    """A mapping of the file, or one forgotten dense copy, would show: the dense model is several times that."""
+def test_peak_memory_is_the_packed_model_and_one_dense_layer(
+    form: str, implementation: str, tmp_path: Path
+) -> None:
+    """A mapping of the file, or a forgotten dense copy, would show: the dense model is far larger."""
     small_llama(tmp_path / "tiny")
     config = transformers.LlamaConfig(
         vocab_size=VOCAB,
