@@ -64,7 +64,8 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
 
 
 class AddRequest(msgspec.Struct, tag="add", frozen=True):
-    """Start one sequence. `request_id` is unique among open requests; the prompt is non-empty and in vocabulary."""
+    """Start one sequence. `request_id` is unique among open requests; the prompt is non-empty and in
+    vocabulary."""
 
     request_id: str
     prompt_token_ids: list[int]
@@ -152,7 +153,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     """The engine's state; also its heartbeat (sent with every step's outputs, and each second when idle).
 
     Counters are cumulative since start; `step_seconds` lists the steps since the last message as
-    (phase, seconds, tokens in the step) with phase "prefill", "decode" or "mixed".
+    (phase, seconds, tokens in the step) with phase "prefill", "decode" or "mixed". The prefix cache's queries
+    and hits count tokens: of sequences that looked for a known beginning, and of what they found.
     """
 
     running: int = 0

@@ -30,7 +30,7 @@ class ModelSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerReport:
-    """One linear layer as stored; `backends` maps an M bucket ("1", "2-4", ...) to the backend chosen there."""
+    """One linear layer as stored; `backends` maps an M bucket ("1", "2-4", ...) to the backend there."""
 
     name: str
     N: int

@@ -1,0 +1,1 @@
+"""`lacunar bench`: decoding speed, side by side with what else could serve the same weights."""
