@@ -57,11 +57,11 @@ def allocate_kv_cache(
     dtype: torch.dtype,
     device: torch.device,
 ) -> KvCache:
-    """Make an empty paged cache. Zeros, so that pages are only committed once they are written."""
+    """Make an empty paged cache, uninitialised: the system commits a page when it is first written."""
     shape = (num_blocks, block_size, num_kv_heads, head_dim)
     return KvCache(
-        keys=[torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)],
-        values=[torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)],
+        keys=[torch.empty(shape, dtype=dtype, device=device) for _ in range(num_layers)],
+        values=[torch.empty(shape, dtype=dtype, device=device) for _ in range(num_layers)],
         block_size=block_size,
     )
 
