@@ -236,13 +236,13 @@ def test_ops_refuse_what_does_not_fit_without_the_wrapper() -> None:
     good = weight()
     ops = torch.ops.kernels_ext
     x = torch.zeros(1, 13, dtype=torch.bfloat16)
-    with pytest.raises(RuntimeError, match="row_offsets ends with 34, but values has 33"):
+    with pytest.raises(ValueError, match="row_offsets ends with 34, but values has 33"):
         ops.bitmap_linear(x, good.bitmap, good.values[:33], good.row_offsets)
-    with pytest.raises(RuntimeError, match="x must be BFloat16, got Float"):
+    with pytest.raises(ValueError, match="x must be BFloat16, got Float"):
         ops.bitmap_linear(x.float(), good.bitmap, good.values, good.row_offsets)
-    with pytest.raises(RuntimeError, match="dense must be float32, bfloat16 or float16, got Double"):
+    with pytest.raises(ValueError, match="dense must be float32, bfloat16 or float16, got Double"):
         ops.bitmap_pack(torch.zeros(2, 2, dtype=torch.float64))
-    with pytest.raises(RuntimeError, match="isa must be 0"):
+    with pytest.raises(ValueError, match="isa must be 0"):
         ops.bitmap_linear(x, good.bitmap, good.values, good.row_offsets, None, 9)
 
 

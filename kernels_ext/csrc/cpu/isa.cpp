@@ -1,7 +1,8 @@
 #include "isa.h"
 
 #include <torch/csrc/stable/library.h>
-#include <torch/headeronly/util/Exception.h>
+
+#include "../checks.h"
 
 namespace kernels {
 namespace {
@@ -51,10 +52,10 @@ bool has_avx512_bf16() {
 
 Isa resolve_isa(const char* op, int64_t requested) {
   if (requested == static_cast<int64_t>(Isa::kAuto)) return best_isa();
-  STD_TORCH_CHECK(requested >= 1 && requested <= 3, op, ": isa must be 0 (auto), 1 (generic), 2 (avx2) or 3 (avx512), got ",
+  KERNELS_CHECK(requested >= 1 && requested <= 3, op, ": isa must be 0 (auto), 1 (generic), 2 (avx2) or 3 (avx512), got ",
                   requested);
   const Isa isa = static_cast<Isa>(requested);
-  STD_TORCH_CHECK(isa <= best_isa(), op, ": isa ", isa_name(isa), " was asked for, but this processor has ",
+  KERNELS_CHECK(isa <= best_isa(), op, ": isa ", isa_name(isa), " was asked for, but this processor has ",
                   isa_name(best_isa()));
   return isa;
 }

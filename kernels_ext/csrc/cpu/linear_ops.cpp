@@ -64,7 +64,7 @@ BitmapMatrix bitmap_matrix(const char* op, const Tensor& bitmap, const Tensor& v
       .K = K,
       .nnz = values.size(0),
   };
-  STD_TORCH_CHECK(W.row_offsets[W.N] == W.nnz, op, ": row_offsets ends with ", W.row_offsets[W.N], ", but values has ",
+  KERNELS_CHECK(W.row_offsets[W.N] == W.nnz, op, ": row_offsets ends with ", W.row_offsets[W.N], ", but values has ",
                   W.nnz, " elements");
   return W;
 }
