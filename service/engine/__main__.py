@@ -70,4 +70,8 @@ def _watch_parent(parent_pid: int) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    status = main()
+    sys.stderr.flush()
+    # The messages are out; taking the interpreter, torch and gigabytes of tensors down in order takes seconds
+    # that the parent would wait for.
+    os._exit(status)

@@ -388,7 +388,7 @@ def _nucleus_by_histogram(weights: Tensor, shares: list[float]) -> Tensor:
     for row, (values, share) in enumerate(zip(weights.numpy(), shares, strict=True)):
         if 2 * np.count_nonzero(values) < len(values):
             # What top_k dropped would all be added to one bin, each addition waiting for the last.
-            values = values[values > 0]
+            values = values[values != 0]
         bins = values.view(np.uint32) >> _HISTOGRAM_SHIFT
         sums = np.bincount(bins, weights=values)[::-1].cumsum()
         wanted = share * sums[-1]

@@ -16,6 +16,7 @@ from typing import Any
 import fake_model
 import psutil
 import pytest
+import pytest_asyncio
 from fake_model import reference_greedy, reference_logits
 
 from service.engine.client import EngineClient
@@ -57,7 +58,7 @@ async def engine(**changes: Any) -> AsyncIterator[EngineClient]:
         await client.stop()
 
 
-@pytest.fixture(scope="module")
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def shared() -> AsyncIterator[EngineClient]:
     """One engine for the tests that leave it as they found it."""
     async with engine() as client:
