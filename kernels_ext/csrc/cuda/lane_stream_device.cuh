@@ -1,0 +1,187 @@
+// Device code shared by the lane-stream kernels that read the format: a warp's ring of value rows, filled by
+// bulk copies, and the decoder that turns bitmap words and values into mma A fragments.
+//
+// A lane's values lie in two streams, one for the even and one for the odd element of each 32-bit fragment
+// register, in the order in which the lane needs them. Row r of a ring holds one 32-bit word for each of 32
+// slots: low half even stream, high half odd stream. A slot is a bank of shared memory, so 32 lanes on 32 slots
+// never conflict, whatever rows they have come to.
+#pragma once
+
+#include "lane_stream.cuh"
+#include "ptx.cuh"
+
+namespace kernels {
+
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+
+// What a header says about the transfer `lookahead` groups on, and about the ring's guard rows.
+struct Refill {
+  uint32_t mirror;        // this group's own transfer wrote into rows the guard repeats
+  uint32_t bytes_to_end;  // bytes of the later transfer's rows that fit before the ring's end
+  uint32_t bytes_after;   // and those that go to its start
+  uint32_t ring_offset;   // byte offset in the ring of its first row
+};
+
+template <int kTiles>
+struct GroupMasks {
+  // Word [tile * 2 + half strip]: bit r * 8 + step * 2 + e tells whether element e of register r of the
+  // A fragment of k16 step `step` is stored.
+  uint32_t word[2 * kTiles];
+};
+
+// One warp's view of its stream. All members are warp-uniform but `even` and `odd`.
+template <int kTiles>
+struct StreamReader {
+  static constexpr int kMaskBytes = 2 * kTiles * kRowBytes;
+  static constexpr int kHeadBytes = kHeaderBytes + kMaskBytes;
+
+  uint32_t ring, ring_end, ring_size, heads, barriers;
+  const uint8_t* source;  // next transfer to issue (lane 0 keeps it)
+  uint64_t policy;
+  int lookahead, group_count, group;
+  int read_slot, issue_slot;
+  uint32_t parity;
+  uint32_t even, odd;  // this lane's next value of either stream, a shared address
+
+  __device__ void issue(int slot, uint32_t bytes_to_end, uint32_t bytes_after, uint32_t ring_offset) {
+    const uint32_t barrier = barriers + static_cast<uint32_t>(slot) * 8;
+    ptx::mbarrier_arrive_expect_tx(barrier, kHeadBytes + bytes_to_end + bytes_after);
+    ptx::cp_async_bulk(heads + static_cast<uint32_t>(slot * kHeadBytes), source, kHeadBytes, barrier, policy);
+    source += kHeadBytes;
+    if (bytes_to_end) ptx::cp_async_bulk(ring + ring_offset, source, bytes_to_end, barrier, policy);
+    if (bytes_after) ptx::cp_async_bulk(ring, source + bytes_to_end, bytes_after, barrier, policy);
+    source += bytes_to_end + bytes_after;
+  }
+
+  // Sets up the ring at `shared` (plan.ring_bytes() of it) and issues the first transfers. Weights are constant,
+  // so this runs before the wait for the preceding kernel.
+  __device__ void begin(const LaneStreamPlan& plan, const LaneStreamDescriptor& stream, const uint8_t* data,
+                        uint32_t shared, uint32_t shared_barriers, int lane) {
+    ring = shared;
+    ring_size = static_cast<uint32_t>(plan.ring_rows * kRowBytes);
+    ring_end = ring + ring_size;
+    heads = ring_end + kGuardRows * kRowBytes;
+    barriers = shared_barriers;
+    source = data + stream.data_offset;
+    policy = ptx::create_policy_evict_first();
+    lookahead = plan.lookahead;
+    group_count = static_cast<int>(stream.group_count);
+    group = 0;
+    read_slot = 0;
+    issue_slot = lookahead;
+    parity = 0;
+    even = ring + static_cast<uint32_t>(lane) * 4;
+    odd = even + 2;
+    if (lane == 0) {
+      for (int i = 0; i <= lookahead; ++i) ptx::mbarrier_init(barriers + static_cast<uint32_t>(i) * 8, 1);
+      ptx::fence_proxy_async();
+      int row = 0;
+#pragma unroll
+      for (int i = 0; i < kMaxLookahead; ++i) {
+        if (i < lookahead && i < group_count) {
+          const int rows = stream.lead_rows[i];
+          const int rows_to_end = min(rows, plan.ring_rows - row);
+          issue(i, static_cast<uint32_t>(rows_to_end * kRowBytes),
+                static_cast<uint32_t>((rows - rows_to_end) * kRowBytes), static_cast<uint32_t>(row * kRowBytes));
+          row += rows;
+          if (row >= plan.ring_rows) row -= plan.ring_rows;
+        }
+      }
+    }
+    __syncwarp();
+  }
+
+  // Waits for the next group, hands the streams round as its header says, and refills behind it.
+  __device__ void next_group(GroupMasks<kTiles>& masks, int lane) {
+    ptx::mbarrier_wait(barriers + static_cast<uint32_t>(read_slot) * 8, parity);
+    const uint32_t head = heads + static_cast<uint32_t>(read_slot * kHeadBytes);
+    const uint32_t sources = ptx::ld_shared_u16(head + static_cast<uint32_t>(lane) * 2);
+    const uint4 record = ptx::ld_shared_v4(head + kRefillOffset);
+    const Refill refill{record.x, record.y, record.z, record.w};
+#pragma unroll
+    for (int quad = 0; quad < 2 * kTiles / 4; ++quad) {
+      const uint4 v =
+          ptx::ld_shared_v4(head + static_cast<uint32_t>(kHeaderBytes + quad * 4 * kRowBytes + lane * 16));
+      masks.word[quad * 4] = v.x;
+      masks.word[quad * 4 + 1] = v.y;
+      masks.word[quad * 4 + 2] = v.z;
+      masks.word[quad * 4 + 3] = v.w;
+    }
+    if (++read_slot > lookahead) {
+      read_slot = 0;
+      parity ^= 1;
+    }
+    // The slot refilled here held the group before this one, which every lane has left (finish_group).
+    if (lane == 0 && group + lookahead < group_count) {
+      issue(issue_slot, refill.bytes_to_end, refill.bytes_after, refill.ring_offset);
+    }
+    if (++issue_slot > lookahead) issue_slot = 0;
+    ++group;
+    // The guard behind the ring repeats the ring's first rows, so that a lane may run past the end between two
+    // checks. Nobody needs the guard's old rows: they repeat ring rows that this transfer has replaced.
+    if (refill.mirror) {
+#pragma unroll
+      for (int i = 0; i < kGuardRows * kRowBytes / 512; ++i) {
+        const uint32_t address = ring + static_cast<uint32_t>(i * 512 + lane * 16);
+        ptx::st_shared_v4(address + ring_size, ptx::ld_shared_v4(address));
+      }
+    }
+    even = __shfl_sync(~0u, even, static_cast<int>(sources & 31));
+    odd = __shfl_sync(~0u, odd, static_cast<int>(sources >> 5));
+    __syncwarp();
+  }
+
+  // Every lane has taken the group's values: their rows and head may be overwritten.
+  __device__ void finish_group() { __syncwarp(); }
+
+  // To be called before every kGuardRows values of a stream.
+  __device__ void wrap() {
+    if (even >= ring_end) even -= ring_size;
+    if (odd >= ring_end) odd -= ring_size;
+  }
+};
+
+// Takes the values of one A fragment (k16 step kStep of a tile, 16 rows): eight elements of this lane.
+//
+// The mask word's bytes are the fragment's registers, so a dp4a of the step's bits with 128s is the distance in
+// rows of values, in bytes, that a register lies behind the stream's pointer: no popcount, no prefix sum. Loads
+// are not predicated; an absent element loads a neighbour's value, and the selector takes the zero half of the
+// loaded word instead.
+template <int kStep>
+__device__ __forceinline__ void decode_fragment(uint32_t mask, uint32_t& even, uint32_t& odd, uint32_t (&a)[4],
+                                                uint32_t absent_selector) {
+  const uint32_t even_bits = mask & (0x01010101u << (2 * kStep));
+  const uint32_t odd_bits = mask & (0x02020202u << (2 * kStep));
+  // bit * scale = 128 = kRowBytes
+  constexpr uint32_t even_scale = 0x80u >> (2 * kStep);
+  constexpr uint32_t odd_scale = 0x80u >> (2 * kStep + 1);
+  const uint32_t e0 = ptx::ld_shared_u16(even);
+  const uint32_t e1 = ptx::ld_shared_u16(__dp4a(even_bits, even_scale, even));
+  const uint32_t e2 = ptx::ld_shared_u16(__dp4a(even_bits, even_scale * 0x101u, even));
+  const uint32_t e3 = ptx::ld_shared_u16(__dp4a(even_bits, even_scale * 0x10101u, even));
+  const uint32_t o0 = ptx::ld_shared_u16(odd);
+  const uint32_t o1 = ptx::ld_shared_u16(__dp4a(odd_bits, odd_scale, odd));
+  const uint32_t o2 = ptx::ld_shared_u16(__dp4a(odd_bits, odd_scale * 0x101u, odd));
+  const uint32_t o3 = ptx::ld_shared_u16(__dp4a(odd_bits, odd_scale * 0x10101u, odd));
+  even = __dp4a(even_bits, even_scale * 0x1010101u, even);
+  odd = __dp4a(odd_bits, odd_scale * 0x1010101u, odd);
+
+  // The step's bits moved to the bytes' signs, which prmt spreads to whole bytes: one byte per element. Where an
+  // element is present, 2 is flipped in both nibbles of its selector byte, which turns "bytes 2 and 3" (zero,
+  // the loads are 16 bits wide) of the loaded word into "bytes 0 and 1".
+  const uint32_t even_signs = mask << (7 - 2 * kStep);
+  const uint32_t odd_signs = mask << (6 - 2 * kStep);
+  const uint32_t select01 = ptx::lop3<0x6A>(ptx::prmt(even_signs, odd_signs, 0xD9C8), 0x22222222u, absent_selector);
+  const uint32_t select23 = ptx::lop3<0x6A>(ptx::prmt(even_signs, odd_signs, 0xFBEA), 0x22222222u, absent_selector);
+  a[0] = ptx::prmt(e0, o0, select01);
+  a[1] = ptx::prmt(e1, o1, select01 >> 16);
+  a[2] = ptx::prmt(e2, o2, select23);
+  a[3] = ptx::prmt(e3, o3, select23 >> 16);
+}
+
+// Both selector bytes of two elements that are absent: bytes 3, 2 of the even word, bytes 7, 6 of the odd one.
+constexpr uint32_t kAbsentSelector = 0x76327632u;
+
+#endif
+
+}  // namespace kernels
