@@ -38,7 +38,8 @@ struct LaneStreamPlan {
     const int64_t slice_columns = int64_t{k_slices} * group_columns();
     return (K + slice_columns - 1) / slice_columns;
   }
-  // A slice's groups, strip after strip, form one list, which its streams share out evenly and in order.
+  // A slice's groups, strip after strip, form one list, which its streams share out evenly and in order. There are
+  // no more streams than groups, so none is empty.
   __host__ __device__ int64_t slice_groups() const { return strips() * groups_per_slice(); }
   __host__ __device__ int32_t streams_per_slice() const { return blocks_per_slice * warps_per_block; }
   __host__ __device__ int64_t streams() const { return int64_t{k_slices} * streams_per_slice(); }
@@ -51,7 +52,7 @@ struct LaneStreamPlan {
   // At most this many streams of one slice hold groups of one strip.
   __host__ __device__ int64_t max_parts_per_slice() const {
     const int64_t least = slice_groups() / streams_per_slice();
-    const int64_t parts = least > 0 ? (groups_per_slice() + least - 1) / least + 1 : groups_per_slice();
+    const int64_t parts = (groups_per_slice() + least - 1) / least + 1;
     return parts < streams_per_slice() ? parts : streams_per_slice();
   }
   __host__ __device__ int32_t mask_bytes() const { return group_tiles * 2 * kRowBytes; }

@@ -1,0 +1,520 @@
+"""Lane streams: the weight format of the small-M CUDA kernels, specified in LANE_STREAM.md.
+
+This module is the slow, obvious side: the plan that cuts a matrix into streams, a packer and an unpacker that
+follow the specification step by step, and a validator. The GPU packer must produce the same bytes.
+
+Letters: ``y[M, N] = x[M, K] @ W[N, K].T``. Elements are 16 bits wide (fp16 or bf16), handled as their bits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+STRIP_ROWS: Final = 32
+TILE_COLUMNS: Final = 64
+ROW_BYTES: Final = 128
+GUARD_ROWS: Final = 16
+HEADER_BYTES: Final = 80
+REFILL_OFFSET: Final = 64
+MAX_LOOKAHEAD: Final = 4
+MAX_WARPS: Final = 16
+MAX_TOKENS: Final = 16
+MIN_RING_ROWS: Final = GUARD_ROWS
+MAX_RING_ROWS: Final = 4096
+
+Bits = npt.NDArray[np.uint16]
+Bytes = npt.NDArray[np.uint8]
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaneStreamPlan:
+    """How an ``[N, K]`` matrix is cut into streams, one for each warp of a launch.
+
+    Attributes:
+        group_tiles: tiles of 64 columns in a group, 2 or 4. A group is 32 rows by that many columns.
+        k_slices: K is cut into this many equal slices of whole groups; the last may end in columns past K.
+        blocks_per_slice: thread blocks that share a slice.
+        warps_per_block: warps of a block, 1 to 16; each owns one stream.
+        lookahead: transfers in flight ahead of the one being decoded, 1 to 4.
+        ring_rows: rows of a warp's value ring. The packer finds it; before that it is the least there is.
+
+    Raises:
+        ValueError: a number is out of its range.
+    """
+
+    N: int
+    K: int
+    group_tiles: int
+    k_slices: int
+    blocks_per_slice: int
+    warps_per_block: int
+    lookahead: int
+    ring_rows: int = MIN_RING_ROWS
+
+    def __post_init__(self) -> None:
+        for name, least, most in (
+            ("N", 1, 2**31 - 1),
+            ("K", 1, 2**31 - 1),
+            ("group_tiles", 2, 4),
+            ("k_slices", 1, 4096),
+            ("blocks_per_slice", 1, 65536),
+            ("warps_per_block", 1, MAX_WARPS),
+            ("lookahead", 1, MAX_LOOKAHEAD),
+            ("ring_rows", MIN_RING_ROWS, MAX_RING_ROWS),
+        ):
+            value = getattr(self, name)
+            if not least <= value <= most:
+                raise ValueError(f"LaneStreamPlan: {name} must be {least} to {most}, got {value}")
+        if self.group_tiles == 3:
+            raise ValueError("LaneStreamPlan: group_tiles must be 2 or 4, got 3")
+        if self.streams_per_slice > self.slice_groups:
+            raise ValueError(
+                f"LaneStreamPlan: a slice has {self.streams_per_slice} streams, "
+                f"but only {self.slice_groups} groups"
+            )
+
+    @property
+    def numbers(self) -> list[int]:
+        """The plan as the ops take it."""
+        return [
+            self.N,
+            self.K,
+            self.group_tiles,
+            self.k_slices,
+            self.blocks_per_slice,
+            self.warps_per_block,
+            self.lookahead,
+            self.ring_rows,
+        ]
+
+    @property
+    def strips(self) -> int:
+        """Strips of 32 rows; the last may end in rows past N."""
+        return -(-self.N // STRIP_ROWS)
+
+    @property
+    def group_columns(self) -> int:
+        """Columns of a group."""
+        return self.group_tiles * TILE_COLUMNS
+
+    @property
+    def groups_per_slice(self) -> int:
+        """Groups side by side in a slice."""
+        return -(-self.K // (self.k_slices * self.group_columns))
+
+    @property
+    def slice_groups(self) -> int:
+        """Groups of a slice: its list runs along the first strip, then the second, and so on."""
+        return self.strips * self.groups_per_slice
+
+    @property
+    def streams_per_slice(self) -> int:
+        """Streams that share a slice's list, in order and evenly."""
+        return self.blocks_per_slice * self.warps_per_block
+
+    @property
+    def streams(self) -> int:
+        """Streams of the matrix; slice s owns those from ``s * streams_per_slice`` on."""
+        return self.k_slices * self.streams_per_slice
+
+    def first_group(self, stream_in_slice: int) -> int:
+        """Where in its slice's list a stream begins."""
+        return stream_in_slice * self.slice_groups // self.streams_per_slice
+
+    @property
+    def max_groups_per_stream(self) -> int:
+        """Groups of the longest stream."""
+        return -(-self.slice_groups // self.streams_per_slice)
+
+    @property
+    def max_parts_per_slice(self) -> int:
+        """No strip is shared by more streams of one slice."""
+        least = self.slice_groups // self.streams_per_slice
+        return min(-(-self.groups_per_slice // least) + 1, self.streams_per_slice)
+
+    @property
+    def mask_words(self) -> int:
+        """Mask words of a lane in one group."""
+        return 2 * self.group_tiles
+
+    @property
+    def head_bytes(self) -> int:
+        """Bytes of a transfer before its value rows."""
+        return HEADER_BYTES + self.mask_words * ROW_BYTES
+
+    @property
+    def ring_bytes(self) -> int:
+        """Shared memory of one warp: its ring, the guard, and the heads of the transfers in flight."""
+        return (self.ring_rows + GUARD_ROWS) * ROW_BYTES + (self.lookahead + 1) * self.head_bytes
+
+    def shared_bytes(self, M: int) -> int:
+        """Shared memory of one block of the linear kernel for M tokens."""
+        barriers = self.warps_per_block * (self.lookahead + 1) * 8
+        before_x = -(-(self.warps_per_block * self.ring_bytes + barriers) // 128) * 128
+        return before_x + self.groups_per_slice * self.group_columns * 16 * (1 if M <= 8 else 2)
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Bytes of the linear kernel's workspace for up to 16 tokens."""
+        counters = -(-self.strips * 4 // 256) * 256
+        return counters + self.strips * self.k_slices * self.max_parts_per_slice * 4 * 512
+
+    def strip_parts(self, strip: int) -> tuple[int, int]:
+        """The first stream of a slice that holds groups of the strip, and how many do."""
+        first = self.owner(strip * self.groups_per_slice)
+        return first, self.owner((strip + 1) * self.groups_per_slice - 1) - first + 1
+
+    def owner(self, group: int) -> int:
+        """The stream of a slice that holds a group of its list."""
+        # The last stream i with i * slice_groups // streams_per_slice <= group.
+        return ((group + 1) * self.streams_per_slice - 1) // self.slice_groups
+
+
+@dataclass(frozen=True, slots=True)
+class PackedLaneStreams:
+    """A packed matrix: `data` uint8, `descriptors` int32 ``[streams, 8]``, and the final plan."""
+
+    plan: LaneStreamPlan
+    data: Bytes
+    descriptors: npt.NDArray[np.int32]
+
+
+# --- geometry -----------------------------------------------------------------------------------------------
+
+
+def _element_positions() -> tuple[Ints, Ints]:
+    """Row (of 16) and column (of 64) of mask bit b of lane l: two arrays ``[32 lanes, 32 bits]``."""
+    lane, bit = np.meshgrid(np.arange(32), np.arange(32), indexing="ij")
+    register, step, odd = bit // 8, bit % 8 // 2, bit % 2
+    row = lane // 4 + register % 2 * 8
+    column = step // 2 * 32 + lane % 4 * 8 + step % 2 * 4 + register // 2 * 2 + odd
+    return row, column
+
+
+_ROW, _COLUMN = _element_positions()
+
+
+def _decode_order(group_tiles: int) -> list[tuple[int, int]]:
+    """(mask word, bit) of every element of a group in the order in which a lane decodes them."""
+    return [
+        (tile * 2 + half, register * 8 + step * 2 + odd)
+        for tile in range(group_tiles)
+        for half_tile in (0, 1)
+        for half in (0, 1)
+        for step in (half_tile * 2, half_tile * 2 + 1)
+        for register in range(4)
+        for odd in (0, 1)
+    ]
+
+
+def _group_elements(padded: Bits, plan: LaneStreamPlan, slice_index: int, group: int) -> Bits:
+    """Elements of a group by ``[mask word, lane, bit]``."""
+    strip = group // plan.groups_per_slice
+    column = (slice_index * plan.groups_per_slice + group % plan.groups_per_slice) * plan.group_columns
+    out = np.empty((plan.mask_words, 32, 32), np.uint16)
+    for word in range(plan.mask_words):
+        rows = strip * STRIP_ROWS + word % 2 * 16 + _ROW
+        out[word] = padded[rows, column + word // 2 * TILE_COLUMNS + _COLUMN]
+    return out
+
+
+def _pad(dense: Bits, plan: LaneStreamPlan) -> Bits:
+    columns = plan.k_slices * plan.groups_per_slice * plan.group_columns
+    padded = np.zeros((plan.strips * STRIP_ROWS, columns), np.uint16)
+    padded[: plan.N, : plan.K] = dense
+    return padded
+
+
+# --- packing ------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Group:
+    elements: Bits  # [mask word, lane, bit]
+    slot: Ints  # [even/odd, lane]
+    source: Ints  # [even/odd, lane]
+    start: Ints  # [even/odd, lane]
+    least: int  # rows that every slot had filled before the group
+    rows_after: int  # rows that the fullest slot has filled after it
+
+
+def _walk(padded: Bits, plan: LaneStreamPlan, slice_index: int, groups: range) -> list[_Group]:
+    """Assign slots group by group: the lane with most values takes the least-filled slot."""
+    level = np.zeros((2, 32), np.int64)
+    owner = np.tile(np.arange(32), (2, 1))
+    rows = 0
+    walked = []
+    for group in groups:
+        elements = _group_elements(padded, plan, slice_index, group)
+        least = int(level.min())
+        slot, source, start = (np.empty((2, 32), np.int64) for _ in range(3))
+        for odd in (0, 1):
+            counts = (elements[:, :, odd::2] != 0).sum(axis=(0, 2))
+            # Stable sorts: equal lanes and equal slots go by number.
+            lanes = np.argsort(-counts, kind="stable")
+            slots = np.argsort(level[odd], kind="stable")
+            slot[odd, lanes] = slots
+            source[odd] = owner[odd, slot[odd]]
+            start[odd] = level[odd, slot[odd]]
+            owner[odd, slot[odd]] = np.arange(32)
+            level[odd, slot[odd]] = start[odd] + counts
+        rows = max(rows, int(level.max()))
+        walked.append(_Group(elements, slot, source, start, least, rows))
+    return walked
+
+
+def _ring_rows_needed(walked: list[_Group], lookahead: int) -> int:
+    last = len(walked) - 1
+    return max(walked[min(g + lookahead, last)].rows_after - walked[g].least for g in range(len(walked)))
+
+
+def _transfer_rows(walked: list[_Group], g: int) -> tuple[int, int]:
+    """First row and number of rows of transfer g."""
+    first = walked[g - 1].rows_after if g else 0
+    return first, walked[g].rows_after - first
+
+
+def _emit(walked: list[_Group], plan: LaneStreamPlan) -> bytes:
+    """The bytes of a stream's transfers."""
+    values = np.zeros((walked[-1].rows_after, 32, 2), np.uint16)
+    order = _decode_order(plan.group_tiles)
+    for group in walked:
+        following = group.start.copy()
+        for word, bit in order:
+            for lane in range(32):
+                if group.elements[word, lane, bit]:
+                    odd = bit % 2
+                    values[following[odd, lane], group.slot[odd, lane], odd] = group.elements[word, lane, bit]
+                    following[odd, lane] += 1
+    out = bytearray()
+    for g, group in enumerate(walked):
+        first, rows = _transfer_rows(walked, g)
+        begin = first % plan.ring_rows
+        record = [int(rows > 0 and (begin < GUARD_ROWS or begin + rows > plan.ring_rows)), 0, 0, 0]
+        if g + plan.lookahead < len(walked):
+            later_first, later_rows = _transfer_rows(walked, g + plan.lookahead)
+            record[3] = later_first % plan.ring_rows * ROW_BYTES
+            record[1] = min(later_rows, plan.ring_rows - later_first % plan.ring_rows) * ROW_BYTES
+            record[2] = later_rows * ROW_BYTES - record[1]
+        bits = (group.elements != 0).astype(np.uint64) << np.arange(32, dtype=np.uint64)
+        masks = bits.sum(axis=2).astype("<u4")  # [word, lane]
+        out += (group.source[0] | group.source[1] << 5).astype("<u2").tobytes()
+        out += np.array(record, "<u4").tobytes()
+        for quad in range(0, plan.mask_words, 4):
+            out += masks[quad : quad + 4].T.tobytes()
+        out += values[first : first + rows].astype("<u2").tobytes()
+    return bytes(out)
+
+
+def pack(dense: Bits, plan: LaneStreamPlan) -> PackedLaneStreams:
+    """Pack ``dense`` [N, K] (the bits of its elements) as the specification says.
+
+    An element is stored unless all its bits are zero. The result's plan has the ring rows that were needed.
+    """
+    if dense.shape != (plan.N, plan.K):
+        raise ValueError(f"lane_stream.pack: dense has shape {dense.shape}, the plan [{plan.N}, {plan.K}]")
+    padded = _pad(dense, plan)
+    walks = [
+        _walk(
+            padded,
+            plan,
+            stream // plan.streams_per_slice,
+            _stream_groups(plan, stream % plan.streams_per_slice),
+        )
+        for stream in range(plan.streams)
+    ]
+    needed = max(_ring_rows_needed(walk, plan.lookahead) for walk in walks)
+    plan = replace(plan, ring_rows=max(MIN_RING_ROWS, needed))
+    streams = [_emit(walk, plan) for walk in walks]
+    descriptors = np.zeros((plan.streams, 8), np.int32)
+    offset = 0
+    for stream, (walk, payload) in enumerate(zip(walks, streams, strict=True)):
+        lead = [_transfer_rows(walk, g)[1] for g in range(min(plan.lookahead, len(walk)))]
+        descriptors[stream] = _descriptor(plan, stream % plan.streams_per_slice, offset, lead)
+        offset += len(payload)
+    data = np.frombuffer(b"".join(streams), np.uint8).copy()
+    return PackedLaneStreams(plan, data, descriptors)
+
+
+def _stream_groups(plan: LaneStreamPlan, stream_in_slice: int) -> range:
+    return range(plan.first_group(stream_in_slice), plan.first_group(stream_in_slice + 1))
+
+
+def _descriptor(
+    plan: LaneStreamPlan, stream_in_slice: int, offset: int, lead: list[int]
+) -> npt.NDArray[np.int32]:
+    groups = _stream_groups(plan, stream_in_slice)
+    first_holder, first_parts = plan.strip_parts(groups[0] // plan.groups_per_slice)
+    first_part = stream_in_slice - first_holder
+    last_parts = plan.strip_parts(groups[-1] // plan.groups_per_slice)[1]
+    raw = (
+        np.array([offset], "<u8").tobytes()
+        + np.array([groups.start, len(groups)], "<u4").tobytes()
+        + np.array([first_part, first_parts, last_parts, 0], "<u2").tobytes()
+        + np.array(lead + [0] * (MAX_LOOKAHEAD - len(lead)), "<u2").tobytes()
+    )
+    return np.frombuffer(raw, "<i4").astype(np.int32)
+
+
+# --- reading ------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Transfer:
+    source: Ints  # [even/odd, lane]
+    record: Ints  # the refill record's four numbers
+    present: npt.NDArray[np.bool_]  # [mask word, lane, bit]
+    rows: Bits  # [value rows, slot, even/odd]
+
+
+def _transfers(packed: PackedLaneStreams, stream: int) -> list[_Transfer]:
+    """Cut a stream's bytes into transfers. Raises ValueError where they run past the data."""
+    plan, data = packed.plan, packed.data
+    raw = packed.descriptors[stream].astype("<i4").tobytes()
+    position = int(np.frombuffer(raw[:8], "<u8")[0])
+    count = int(np.frombuffer(raw[12:16], "<u4")[0])
+    rows_of = [int(r) for r in np.frombuffer(raw[24:32], "<u2")][: plan.lookahead]
+    out: list[_Transfer] = []
+    for g in range(count):
+        rows = rows_of[g]
+        end = position + plan.head_bytes + rows * ROW_BYTES
+        if end > data.size:
+            raise ValueError(f"stream {stream}, group {g}: ends at byte {end}, but there are {data.size}")
+        head = data[position : position + plan.head_bytes].tobytes()
+        packed_sources = np.frombuffer(head[:64], "<u2").astype(np.int64)
+        record = np.frombuffer(head[REFILL_OFFSET:HEADER_BYTES], "<u4").astype(np.int64)
+        quads = np.frombuffer(head[HEADER_BYTES:], "<u4").reshape(-1, 32, 4)
+        masks = quads.transpose(0, 2, 1).reshape(plan.mask_words, 32, 1)
+        present = (masks >> np.arange(32, dtype=np.uint32) & 1).astype(bool)
+        values = np.frombuffer(data[position + plan.head_bytes : end].tobytes(), "<u2").reshape(rows, 32, 2)
+        out.append(_Transfer(np.stack([packed_sources & 31, packed_sources >> 5]), record, present, values))
+        rows_of.append(int(record[1] + record[2]) // ROW_BYTES)
+        position = end
+    return out
+
+
+def unpack(packed: PackedLaneStreams) -> Bits:
+    """The dense ``[N, K]`` matrix, bit for bit what was packed."""
+    plan = packed.plan
+    columns = plan.k_slices * plan.groups_per_slice * plan.group_columns
+    padded = np.zeros((plan.strips * STRIP_ROWS, columns), np.uint16)
+    order = _decode_order(plan.group_tiles)
+    for stream in range(plan.streams):
+        slice_index = stream // plan.streams_per_slice
+        groups = _stream_groups(plan, stream % plan.streams_per_slice)
+        transfers = _transfers(packed, stream)
+        rows = np.concatenate([t.rows for t in transfers])
+        slot = np.tile(np.arange(32), (2, 1))
+        row = np.zeros((2, 32), np.int64)
+        for group, transfer in zip(groups, transfers, strict=True):
+            for odd in (0, 1):
+                slot[odd] = slot[odd, transfer.source[odd]]
+                row[odd] = row[odd, transfer.source[odd]]
+            top = group // plan.groups_per_slice * STRIP_ROWS
+            left = (slice_index * plan.groups_per_slice + group % plan.groups_per_slice) * plan.group_columns
+            for word, bit in order:
+                for lane in np.flatnonzero(transfer.present[word, :, bit]):
+                    odd = bit % 2
+                    padded[
+                        top + word % 2 * 16 + _ROW[lane, bit],
+                        left + word // 2 * TILE_COLUMNS + _COLUMN[lane, bit],
+                    ] = rows[row[odd, lane], slot[odd, lane], odd]
+                    row[odd, lane] += 1
+    return padded[: plan.N, : plan.K]
+
+
+def validate(packed: PackedLaneStreams) -> None:
+    """Check everything that the kernels trust.
+
+    Raises:
+        ValueError: a descriptor disagrees with the plan, a transfer runs past the data, a slot is given to
+            two lanes, a lane takes a value that has not arrived or whose row was refilled, a refill record
+            disagrees with the rows that follow, or elements past N or K are present. The message names
+            stream and group.
+    """
+    plan, descriptors = packed.plan, packed.descriptors
+    if packed.data.dtype != np.uint8 or packed.data.ndim != 1:
+        raise ValueError(f"data must be 1-D uint8, got {packed.data.dtype} {packed.data.shape}")
+    if descriptors.dtype != np.int32 or descriptors.shape != (plan.streams, 8):
+        raise ValueError(
+            f"descriptors must be int32 [{plan.streams}, 8], got {descriptors.dtype} {descriptors.shape}"
+        )
+    end = 0
+    for stream in range(plan.streams):
+        end = _validate_stream(packed, stream, end)
+    if end != packed.data.size:
+        raise ValueError(f"the streams end at byte {end}, but there are {packed.data.size} bytes")
+
+
+def _validate_stream(packed: PackedLaneStreams, stream: int, offset: int) -> int:
+    plan = packed.plan
+    raw = packed.descriptors[stream].astype("<i4").tobytes()
+    lead = [int(r) for r in np.frombuffer(raw[24:32], "<u2")]
+    count = int(np.frombuffer(raw[12:16], "<u4")[0])
+    want = _descriptor(plan, stream % plan.streams_per_slice, offset, lead)
+    if not np.array_equal(want, packed.descriptors[stream]):
+        raise ValueError(
+            f"stream {stream}: descriptor {packed.descriptors[stream].tolist()} disagrees with the plan, "
+            f"which wants {want.tolist()}"
+        )
+    if any(lead[min(plan.lookahead, count) :]):
+        raise ValueError(f"stream {stream}: lead rows {lead} name transfers that do not exist")
+    transfers = _transfers(packed, stream)
+    groups = _stream_groups(plan, stream % plan.streams_per_slice)
+    rows_after = np.cumsum([len(t.rows) for t in transfers]).tolist()
+    slot = np.tile(np.arange(32), (2, 1))
+    row = np.zeros((2, 32), np.int64)
+    for g, (group, transfer) in enumerate(zip(groups, transfers, strict=True)):
+        where = f"stream {stream}, group {g}"
+        for odd in (0, 1):
+            source = transfer.source[odd]
+            if not np.array_equal(np.sort(source), np.arange(32)):
+                raise ValueError(f"{where}: slot sources {source.tolist()} are no permutation of the lanes")
+            slot[odd], row[odd] = slot[odd, source], row[odd, source]
+        _validate_record(plan, where, transfers, rows_after, g)
+        span = rows_after[min(g + plan.lookahead, len(transfers) - 1)] - int(row.min())
+        if span > plan.ring_rows:
+            raise ValueError(f"{where}: {span} rows are needed at once, but the ring has {plan.ring_rows}")
+        for odd in (0, 1):
+            row[odd] += transfer.present[:, :, odd::2].sum(axis=(0, 2))
+        if int(row.max()) > rows_after[g]:
+            raise ValueError(
+                f"{where}: a lane's values reach row {int(row.max())}, but only {rows_after[g]} have arrived"
+            )
+        _validate_inside(plan, where, stream // plan.streams_per_slice, group, transfer)
+    return offset + len(transfers) * plan.head_bytes + rows_after[-1] * ROW_BYTES
+
+
+def _validate_record(
+    plan: LaneStreamPlan, where: str, transfers: list[_Transfer], rows_after: list[int], g: int
+) -> None:
+    first = rows_after[g - 1] if g else 0
+    rows, begin = rows_after[g] - first, first % plan.ring_rows
+    want = [int(rows > 0 and (begin < GUARD_ROWS or begin + rows > plan.ring_rows)), 0, 0, 0]
+    later = g + plan.lookahead
+    if later < len(transfers):
+        later_rows, later_begin = len(transfers[later].rows), rows_after[later - 1] % plan.ring_rows
+        to_end = min(later_rows, plan.ring_rows - later_begin)
+        want[1:] = [to_end * ROW_BYTES, (later_rows - to_end) * ROW_BYTES, later_begin * ROW_BYTES]
+    if transfers[g].record.tolist() != want:
+        raise ValueError(f"{where}: refill record {transfers[g].record.tolist()}, expected {want}")
+
+
+def _validate_inside(
+    plan: LaneStreamPlan, where: str, slice_index: int, group: int, transfer: _Transfer
+) -> None:
+    top = group // plan.groups_per_slice * STRIP_ROWS
+    left = (slice_index * plan.groups_per_slice + group % plan.groups_per_slice) * plan.group_columns
+    if top + STRIP_ROWS <= plan.N and left + plan.group_columns <= plan.K:
+        return
+    for word in range(plan.mask_words):
+        outside = (top + word % 2 * 16 + _ROW >= plan.N) | (
+            left + word // 2 * TILE_COLUMNS + _COLUMN >= plan.K
+        )
+        if (transfer.present[word] & outside).any():
+            raise ValueError(f"{where}: elements past N={plan.N} or K={plan.K} are present")

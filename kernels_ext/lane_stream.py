@@ -1,0 +1,459 @@
+"""Lane-stream weights on the GPU: packing, the linear op for up to 16 tokens, unpacking.
+
+The format is specified in formats/LANE_STREAM.md; formats/lane_stream.py is its slow reference. All functions
+need CUDA kernels in the build and a GPU of compute capability 9.0 or newer (packing alone: any).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from .build_info import build_info
+from .formats import lane_stream as reference
+from .formats.lane_stream import (
+    MAX_RING_ROWS,
+    MAX_TOKENS,
+    MIN_RING_ROWS,
+    ROW_BYTES,
+    LaneStreamPlan,
+)
+from .ops import BitmapWeight, bitmap_unpack
+
+DTYPES: Final = (torch.float16, torch.bfloat16)
+
+_ops = torch.ops.kernels_ext
+
+
+class LaneStreamUnavailable(RuntimeError):
+    """This build or this GPU has no lane-stream kernels; the message says which and what to do."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LaneStreamWeight:
+    """An ``[N, K]`` matrix in the lane-stream format, on one CUDA device.
+
+    Attributes:
+        plan: how the matrix was cut into streams.
+        dtype: float16 or bfloat16, of the elements and so of x and y.
+        data: uint8, all transfers.
+        descriptors: int32 ``[streams, 8]``, one 32-byte descriptor a stream.
+        nnz: stored elements.
+
+    Raises:
+        ValueError: a shape, dtype or device does not hold. `validate` checks the contents.
+    """
+
+    plan: LaneStreamPlan
+    dtype: torch.dtype
+    data: Tensor
+    descriptors: Tensor
+    nnz: int
+
+    def __post_init__(self) -> None:
+        where = f"LaneStreamWeight N={self.N} K={self.K}"
+        if self.dtype not in DTYPES:
+            raise ValueError(f"{where}: dtype must be float16 or bfloat16, got {self.dtype}")
+        if self.data.dtype != torch.uint8 or self.data.dim() != 1 or not self.data.is_contiguous():
+            raise ValueError(
+                f"{where}: data must be 1-D contiguous uint8, got {self.data.dtype} {tuple(self.data.shape)}"
+            )
+        want = (self.plan.streams, 8)
+        if self.descriptors.dtype != torch.int32 or self.descriptors.shape != want:
+            raise ValueError(
+                f"{where}: descriptors must be int32 {want}, "
+                f"got {self.descriptors.dtype} {tuple(self.descriptors.shape)}"
+            )
+        if self.data.device != self.descriptors.device:
+            raise ValueError(
+                f"{where}: data is on {self.data.device}, but descriptors are on {self.descriptors.device}"
+            )
+
+    @property
+    def N(self) -> int:
+        """Rows, the layer's out features."""
+        return self.plan.N
+
+    @property
+    def K(self) -> int:
+        """Columns, the layer's in features."""
+        return self.plan.K
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tensors are."""
+        return self.data.device
+
+    @property
+    def sparsity(self) -> float:
+        """Share of elements that are not stored, 0 to 1."""
+        return 1 - self.nnz / (self.N * self.K)
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of both tensors together."""
+        return self.data.numel() + self.descriptors.numel() * 4
+
+    @property
+    def dense_bytes(self) -> int:
+        """Bytes of the same matrix stored densely."""
+        return self.N * self.K * 2
+
+    def validate(self) -> LaneStreamWeight:
+        """Check everything that the kernels trust, on the CPU (seconds for a large matrix); returns self.
+
+        Raises:
+            ValueError: see `formats.lane_stream.validate`.
+        """
+        reference.validate(
+            reference.PackedLaneStreams(
+                self.plan, self.data.cpu().numpy(), self.descriptors.cpu().contiguous().numpy()
+            )
+        )
+        return self
+
+
+# --- the plan -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceShape:
+    """What choose_plan needs to know of a GPU."""
+
+    multiprocessors: int
+    shared_bytes_per_block: int
+    shared_bytes_per_multiprocessor: int
+
+    @staticmethod
+    def of(device: torch.device) -> DeviceShape:
+        """Read it off a device."""
+        properties = torch.cuda.get_device_properties(device)
+        return DeviceShape(
+            multiprocessors=properties.multi_processor_count,
+            shared_bytes_per_block=properties.shared_memory_per_block_optin,
+            shared_bytes_per_multiprocessor=properties.shared_memory_per_multiprocessor,
+        )
+
+
+def expected_ring_rows(sparsity: float, group_tiles: int, lookahead: int) -> int:
+    """Ring rows that evenly spread non-zeros need: the groups in flight and the slots' spread."""
+    values_per_group = group_tiles * 32 * (1 - sparsity)  # of one lane and one stream
+    spread = 5 * (values_per_group * sparsity) ** 0.5 if 0 < sparsity < 1 else 0.0
+    return min(MAX_RING_ROWS, max(MIN_RING_ROWS, int((lookahead + 1) * values_per_group + spread) + 2))
+
+
+def candidate_plans(N: int, K: int, sparsity: float, device: DeviceShape) -> list[tuple[LaneStreamPlan, int]]:
+    """Every plan worth considering, with the blocks that fit on a multiprocessor at once.
+
+    A plan fills the device once: one or two blocks for every multiprocessor.
+    """
+    out = []
+    for group_tiles in (2, 4):
+        columns = -(-K // (group_tiles * reference.TILE_COLUMNS))
+        for lookahead in (1, 2, 3):
+            ring_rows = expected_ring_rows(sparsity, group_tiles, lookahead)
+            for blocks_per_multiprocessor in (1, 2):
+                blocks = device.multiprocessors * blocks_per_multiprocessor
+                for k_slices in range(1, min(columns, 32) + 1):
+                    # Uneven slices waste the last one's columns.
+                    if -(-columns // k_slices) * k_slices > columns * 1.05:
+                        continue
+                    for warps in (1, 2, 4, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16):
+                        groups = -(-N // reference.STRIP_ROWS) * -(-columns // k_slices)
+                        if warps > groups and warps > 1:
+                            continue
+                        plan = LaneStreamPlan(
+                            N=N,
+                            K=K,
+                            group_tiles=group_tiles,
+                            k_slices=k_slices,
+                            blocks_per_slice=max(1, min(blocks // k_slices, groups // warps)),
+                            warps_per_block=warps,
+                            lookahead=lookahead,
+                            ring_rows=ring_rows,
+                        )
+                        shared = plan.shared_bytes(MAX_TOKENS)
+                        if shared > device.shared_bytes_per_block:
+                            continue
+                        # A block takes 1 KiB of shared memory for itself.
+                        if (
+                            shared + 1024
+                        ) * blocks_per_multiprocessor > device.shared_bytes_per_multiprocessor:
+                            continue
+                        out.append((plan, blocks_per_multiprocessor))
+    return out
+
+
+def choose_plan(N: int, K: int, sparsity: float, device: DeviceShape) -> LaneStreamPlan:
+    """The plan that a small model of the kernel expects to be fastest for 1 to 16 tokens.
+
+    Raises:
+        ValueError: the device has too little shared memory for any plan.
+    """
+    candidates = candidate_plans(N, K, sparsity, device)
+    if not candidates:
+        raise ValueError(
+            f"lane_stream: no plan for N={N} K={K} sparsity={sparsity:.3f} fits "
+            f"{device.shared_bytes_per_block} bytes of shared memory a block"
+        )
+    return min(candidates, key=lambda c: expected_clocks(c[0], sparsity, device))[0]
+
+
+def expected_clocks(plan: LaneStreamPlan, sparsity: float, device: DeviceShape) -> float:
+    """What the model expects a launch to take, in SM clocks."""
+    blocks = plan.k_slices * plan.blocks_per_slice
+    warps = blocks * plan.warps_per_block / device.multiprocessors
+    group_elements = reference.STRIP_ROWS * plan.group_columns
+    group_bytes = plan.head_bytes + group_elements * 2 * (1 - sparsity)
+    groups = plan.max_groups_per_stream
+    decode = groups * warps * (group_elements / (14.6 * warps / (warps + 6.0)) + 120)
+    in_flight = warps * plan.lookahead * group_bytes
+    fill = groups * warps * group_bytes / min(19.9, in_flight / 1400)
+    x = plan.groups_per_slice * plan.group_columns * 16 * blocks / device.multiprocessors / 40
+    parts = (
+        plan.k_slices * plan.slice_groups / plan.strips / max(1.0, plan.slice_groups / plan.streams_per_slice)
+    )
+    reduce = 1500 + 100 * parts
+    return max(decode, fill) + 0.3 * min(decode, fill) + x + reduce
+
+
+# --- ops ----------------------------------------------------------------------------------------------------
+
+
+def _need_cuda_kernels() -> None:
+    info = build_info()
+    if not info.cuda_loaded:
+        raise LaneStreamUnavailable(
+            f"format lane_stream needs CUDA kernels, but this build has none ({info.cuda_reason}). "
+            "Reinstall with -C cmake.define.KERNELS_CUDA=ON under a CUDA build of torch."
+        )
+
+
+def lane_stream_pack(weight: Tensor | BitmapWeight, plan: LaneStreamPlan | None = None) -> LaneStreamWeight:
+    """Pack a matrix on its GPU. An element is stored unless all its bits are zero.
+
+    Args:
+        weight: ``[N, K]`` float16 or bfloat16 on a CUDA device, N, K >= 1; or a bitmap weight there.
+        plan: how to cut the matrix; None lets `choose_plan` decide. The result's ring_rows, and where they
+            do not fit its lookahead and warps, are what the matrix needed.
+
+    Raises:
+        ValueError: a shape, dtype or device above does not hold, or the plan's block does not fit the device.
+        LaneStreamUnavailable: the build has no CUDA kernels.
+    """
+    _need_cuda_kernels()
+    dense = bitmap_unpack(weight) if isinstance(weight, BitmapWeight) else weight.contiguous()
+    if dense.dim() != 2 or 0 in dense.shape:
+        raise ValueError(
+            f"lane_stream_pack: weight must be [N, K] with N, K >= 1, got shape {tuple(dense.shape)}"
+        )
+    if dense.dtype not in DTYPES:
+        raise ValueError(f"lane_stream_pack: weight must be float16 or bfloat16, got {dense.dtype}")
+    if dense.device.type != "cuda":
+        raise ValueError(f"lane_stream_pack: weight must be on a CUDA device, got {dense.device}")
+    N, K = dense.shape
+    bits = dense.view(torch.int16)
+    nnz = int(torch.count_nonzero(bits))
+    device = DeviceShape.of(dense.device)
+    if plan is None:
+        plan = choose_plan(N, K, 1 - nnz / (N * K), device)
+    elif (plan.N, plan.K) != (N, K):
+        raise ValueError(f"lane_stream_pack: the plan is for [{plan.N}, {plan.K}], the weight is [{N}, {K}]")
+    plan, group_rows = _measure(bits, plan, device)
+    descriptors, data_bytes = _place_streams(plan, group_rows)
+    data = _ops.lane_stream_encode(bits, group_rows, descriptors, data_bytes, plan.numbers)
+    return LaneStreamWeight(plan=plan, dtype=dense.dtype, data=data, descriptors=descriptors, nnz=nnz)
+
+
+def _measure(bits: Tensor, plan: LaneStreamPlan, device: DeviceShape) -> tuple[LaneStreamPlan, Tensor]:
+    """Walk the matrix once; returns the plan with the ring rows it needs, and the rows of every transfer.
+
+    Where non-zeros crowd together the ring grows past what the plan's maker expected. Then the plan gives
+    way: first transfers in flight, then warps.
+    """
+    blocks = plan.k_slices * plan.blocks_per_slice
+    per_multiprocessor = -(-blocks // device.multiprocessors)
+    limit = device.shared_bytes_per_block
+    if per_multiprocessor <= 2:
+        limit = min(limit, device.shared_bytes_per_multiprocessor // per_multiprocessor - 1024)
+    wanted = plan
+    while True:
+        group_rows, least_rows = _ops.lane_stream_measure(bits, plan.numbers)
+        last = group_rows.shape[1] - 1
+        for lookahead in range(wanted.lookahead, 0, -1):
+            ahead = torch.arange(group_rows.shape[1], device=bits.device).add(lookahead).clamp(max=last)
+            ring_rows = max(MIN_RING_ROWS, int((group_rows[:, ahead] - least_rows).max()))
+            if ring_rows <= MAX_RING_ROWS:
+                plan = replace(plan, lookahead=lookahead, ring_rows=ring_rows)
+                if plan.shared_bytes(MAX_TOKENS) <= limit:
+                    return plan, group_rows
+        if plan.warps_per_block == 1:
+            raise ValueError(
+                f"lane_stream_pack: N={plan.N} K={plan.K}: one warp needs {plan.shared_bytes(MAX_TOKENS)} "
+                f"bytes of shared memory, the device gives {limit}; choose a plan with more k_slices"
+            )
+        plan = replace(plan, warps_per_block=plan.warps_per_block - 1)
+
+
+def _place_streams(plan: LaneStreamPlan, group_rows: Tensor) -> tuple[Tensor, int]:
+    """Descriptors of all streams, laid one after the other, and the bytes they take."""
+    device = group_rows.device
+    in_slice = torch.arange(plan.streams, device=device) % plan.streams_per_slice
+    first = in_slice * plan.slice_groups // plan.streams_per_slice
+    count = (in_slice + 1) * plan.slice_groups // plan.streams_per_slice - first
+    stream_bytes = count * plan.head_bytes + group_rows[:, -1].long() * ROW_BYTES
+    ends = stream_bytes.cumsum(0)
+
+    def owner(group: Tensor) -> Tensor:
+        return ((group + 1) * plan.streams_per_slice - 1) // plan.slice_groups
+
+    first_strip, last_strip = first // plan.groups_per_slice, (first + count - 1) // plan.groups_per_slice
+    first_holder = owner(first_strip * plan.groups_per_slice)
+    shorts = torch.zeros(plan.streams, 8, dtype=torch.int64, device=device)
+    shorts[:, 0] = in_slice - first_holder
+    shorts[:, 1] = owner((first_strip + 1) * plan.groups_per_slice - 1) - first_holder + 1
+    shorts[:, 2] = (
+        owner((last_strip + 1) * plan.groups_per_slice - 1) - owner(last_strip * plan.groups_per_slice) + 1
+    )
+    lead = min(plan.lookahead, group_rows.shape[1])
+    shorts[:, 4 : 4 + lead] = group_rows[:, :lead].diff(dim=1, prepend=torch.zeros_like(group_rows[:, :1]))
+    descriptors = torch.empty(plan.streams, 8, dtype=torch.int32, device=device)
+    descriptors[:, :2] = (ends - stream_bytes).view(torch.int32).view(-1, 2)
+    descriptors[:, 2] = first
+    descriptors[:, 3] = count
+    descriptors[:, 4:] = shorts.to(torch.int16).view(torch.int32).view(-1, 4)
+    return descriptors, int(ends[-1])
+
+
+def lane_stream_unpack(weight: LaneStreamWeight, out: Tensor | None = None) -> Tensor:
+    """The dense ``[N, K]`` matrix, bit for bit what was packed.
+
+    Args:
+        weight: a valid weight.
+        out: contiguous ``[N, K]`` in the weight's dtype to write to, e.g. a scratch buffer that layers
+            share; None allocates.
+
+    Raises:
+        ValueError: `out` does not fit the weight.
+        LaneStreamUnavailable: the build has no CUDA kernels.
+    """
+    _need_cuda_kernels()
+    if out is None:
+        out = torch.empty(weight.N, weight.K, dtype=weight.dtype, device=weight.device)
+    elif out.shape != (weight.N, weight.K) or out.dtype != weight.dtype or not out.is_contiguous():
+        raise ValueError(
+            f"lane_stream_unpack: out must be a contiguous [{weight.N}, {weight.K}] {weight.dtype}, "
+            f"got shape {tuple(out.shape)} {out.dtype} strides {out.stride()}"
+        )
+    _ops.lane_stream_unpack_into(out.view(torch.int16), weight.data, weight.descriptors, weight.plan.numbers)
+    return out
+
+
+def lane_stream_workspace(*weights: LaneStreamWeight) -> Tensor:
+    """A workspace large enough for each of the weights, on their device.
+
+    Launches that may run at the same time (on two streams) need one each; others share.
+    """
+    if not weights:
+        raise ValueError("lane_stream_workspace: give at least one weight")
+    return torch.zeros(
+        max(w.plan.workspace_bytes for w in weights), dtype=torch.uint8, device=weights[0].device
+    )
+
+
+def lane_stream_linear(
+    x: Tensor,
+    weight: LaneStreamWeight,
+    workspace: Tensor,
+    bias: Tensor | None = None,
+    *,
+    overlap_launch: bool = True,
+) -> Tensor:
+    """Multiply activations by a lane-stream weight: ``y = x @ W.T + bias``.
+
+    One kernel launch, safe to capture in a CUDA graph. The same input gives the same bits every time.
+
+    Args:
+        x: ``[M, K]`` in the weight's dtype, contiguous, 0 <= M <= 16.
+        weight: a valid weight.
+        workspace: from `lane_stream_workspace`; all zero before its first use, zero again where it matters
+            after every launch.
+        bias: ``[N]`` in the weight's dtype, or None.
+        overlap_launch: let the kernel fetch weights while the kernel before it in the stream still runs
+            (programmatic dependent launch). Turn it off for a launch right after the weight was written by a
+            kernel that itself lets its successor start early.
+
+    Returns:
+        ``[M, N]`` in the weight's dtype. Products are summed in float32 and rounded once.
+
+    Raises:
+        ValueError: a shape, dtype or device above does not hold.
+        LaneStreamUnavailable: the build has no CUDA kernels.
+    """
+    if x.dim() != 2 or x.shape[1] != weight.K:
+        raise ValueError(
+            f"lane_stream_linear: x has shape {tuple(x.shape)}, but the weight has K={weight.K}, "
+            f"so x must be [M, {weight.K}]"
+        )
+    if x.shape[0] > MAX_TOKENS:
+        raise ValueError(f"lane_stream_linear: x has {x.shape[0]} rows, at most {MAX_TOKENS} are possible")
+    if x.dtype != weight.dtype or x.device != weight.device or not x.is_contiguous():
+        raise ValueError(
+            f"lane_stream_linear: x must be contiguous {weight.dtype} on {weight.device}, "
+            f"got {x.dtype} on {x.device} with strides {x.stride()}"
+        )
+    if bias is not None and (bias.shape != (weight.N,) or bias.dtype != weight.dtype):
+        raise ValueError(
+            f"lane_stream_linear: bias must be [{weight.N}] {weight.dtype}, "
+            f"got shape {tuple(bias.shape)} {bias.dtype}"
+        )
+    if workspace.numel() < weight.plan.workspace_bytes:
+        raise ValueError(
+            f"lane_stream_linear: workspace has {workspace.numel()} bytes, "
+            f"this weight needs {weight.plan.workspace_bytes}"
+        )
+    y: Tensor = _ops.lane_stream_linear(
+        x, weight.data, weight.descriptors, bias, workspace, weight.plan.numbers, overlap_launch
+    )
+    return y
+
+
+# --- fake kernels: shapes and dtypes alone, for torch.compile -----------------------------------------------
+
+
+def _plan_of(numbers: list[int]) -> LaneStreamPlan:
+    names = LaneStreamPlan.__slots__
+    return LaneStreamPlan(**dict(zip(names, numbers, strict=True)))
+
+
+@torch.library.register_fake("kernels_ext::lane_stream_measure")
+def _(dense: Tensor, plan: list[int]) -> tuple[Tensor, Tensor]:
+    made = _plan_of(plan)
+    shape = (made.streams, made.max_groups_per_stream)
+    return dense.new_empty(shape, dtype=torch.int32), dense.new_empty(shape, dtype=torch.int32)
+
+
+@torch.library.register_fake("kernels_ext::lane_stream_encode")
+def _(dense: Tensor, group_rows: Tensor, descriptors: Tensor, data_bytes: int, plan: list[int]) -> Tensor:
+    return dense.new_empty((data_bytes,), dtype=torch.uint8)
+
+
+@torch.library.register_fake("kernels_ext::lane_stream_unpack_into")
+def _(dense: Tensor, data: Tensor, descriptors: Tensor, plan: list[int]) -> None:
+    return None
+
+
+@torch.library.register_fake("kernels_ext::lane_stream_linear")
+def _(
+    x: Tensor,
+    data: Tensor,
+    descriptors: Tensor,
+    bias: Tensor | None,
+    workspace: Tensor,
+    plan: list[int],
+    overlap_launch: bool = True,
+) -> Tensor:
+    return x.new_empty((x.shape[0], plan[0]))
