@@ -161,7 +161,7 @@ def candidate_plans(N: int, K: int, sparsity: float, device: DeviceShape) -> lis
                     # Uneven slices waste the last one's columns.
                     if -(-columns // k_slices) * k_slices > columns * 1.05:
                         continue
-                    for warps in (1, 2, 4, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16):
+                    for warps in (1, 2, 4, 8, 12, 16):
                         groups = -(-N // reference.STRIP_ROWS) * -(-columns // k_slices)
                         if warps > groups and warps > 1:
                             continue

@@ -18,8 +18,11 @@ STRIP_ROWS: Final = 32
 TILE_COLUMNS: Final = 64
 ROW_BYTES: Final = 128
 GUARD_ROWS: Final = 16
-HEADER_BYTES: Final = 80
+HEADER_BYTES: Final = 128
 REFILL_OFFSET: Final = 64
+REFILL_BYTES: Final = 16
+MIRROR: Final = 1
+EXCHANGE: Final = 2
 MAX_LOOKAHEAD: Final = 4
 MAX_WARPS: Final = 16
 MAX_TOKENS: Final = 16
@@ -239,32 +242,39 @@ class _Group:
     slot: Ints  # [even/odd, lane]
     source: Ints  # [even/odd, lane]
     start: Ints  # [even/odd, lane]
+    even_stream: int  # the stream (half of a ring word) that takes the even elements
+    exchange: bool  # that is another one than in the group before
     least: int  # rows that every slot had filled before the group
     rows_after: int  # rows that the fullest slot has filled after it
 
 
 def _walk(padded: Bits, plan: LaneStreamPlan, slice_index: int, groups: range) -> list[_Group]:
     """Assign slots group by group: the lane with most values takes the least-filled slot."""
-    level = np.zeros((2, 32), np.int64)
+    level = np.zeros((2, 32), np.int64)  # [stream, slot]
     owner = np.tile(np.arange(32), (2, 1))
-    rows = 0
+    rows = even_stream = 0
     walked = []
     for group in groups:
         elements = _group_elements(padded, plan, slice_index, group)
         least = int(level.min())
         slot, source, start = (np.empty((2, 32), np.int64) for _ in range(3))
+        counts = [(elements[:, :, odd::2] != 0).sum(axis=(0, 2)) for odd in (0, 1)]
+        # The parity with more values goes to the stream with fewer.
+        before = even_stream
+        even_stream = int((counts[0].sum() > counts[1].sum()) == (level[0].sum() > level[1].sum()))
         for odd in (0, 1):
-            counts = (elements[:, :, odd::2] != 0).sum(axis=(0, 2))
+            stream = odd ^ even_stream
             # Stable sorts: equal lanes and equal slots go by number.
-            lanes = np.argsort(-counts, kind="stable")
-            slots = np.argsort(level[odd], kind="stable")
+            lanes = np.argsort(-counts[odd], kind="stable")
+            slots = np.argsort(level[stream], kind="stable")
             slot[odd, lanes] = slots
-            source[odd] = owner[odd, slot[odd]]
-            start[odd] = level[odd, slot[odd]]
-            owner[odd, slot[odd]] = np.arange(32)
-            level[odd, slot[odd]] = start[odd] + counts
+            source[odd] = owner[stream, slot[odd]]
+            start[odd] = level[stream, slot[odd]]
+            owner[stream, slot[odd]] = np.arange(32)
+            level[stream, slot[odd]] = start[odd] + counts[odd]
         rows = max(rows, int(level.max()))
-        walked.append(_Group(elements, slot, source, start, least, rows))
+        exchange = even_stream != before
+        walked.append(_Group(elements, slot, source, start, even_stream, exchange, least, rows))
     return walked
 
 
@@ -289,13 +299,15 @@ def _emit(walked: list[_Group], plan: LaneStreamPlan) -> bytes:
             for lane in range(32):
                 if group.elements[word, lane, bit]:
                     odd = bit % 2
-                    values[following[odd, lane], group.slot[odd, lane], odd] = group.elements[word, lane, bit]
+                    stream = odd ^ group.even_stream
+                    values[following[odd, lane], group.slot[odd, lane], stream] = group.elements[
+                        word, lane, bit
+                    ]
                     following[odd, lane] += 1
     out = bytearray()
     for g, group in enumerate(walked):
         first, rows = _transfer_rows(walked, g)
-        begin = first % plan.ring_rows
-        record = [int(rows > 0 and (begin < GUARD_ROWS or begin + rows > plan.ring_rows)), 0, 0, 0]
+        record = [_mirror(plan, first, rows) | (EXCHANGE if group.exchange else 0), 0, 0, 0]
         if g + plan.lookahead < len(walked):
             later_first, later_rows = _transfer_rows(walked, g + plan.lookahead)
             record[3] = later_first % plan.ring_rows * ROW_BYTES
@@ -305,10 +317,16 @@ def _emit(walked: list[_Group], plan: LaneStreamPlan) -> bytes:
         masks = bits.sum(axis=2).astype("<u4")  # [word, lane]
         out += (group.source[0] | group.source[1] << 5).astype("<u2").tobytes()
         out += np.array(record, "<u4").tobytes()
+        out += bytes(HEADER_BYTES - REFILL_OFFSET - REFILL_BYTES)
         for quad in range(0, plan.mask_words, 4):
             out += masks[quad : quad + 4].T.tobytes()
         out += values[first : first + rows].astype("<u2").tobytes()
     return bytes(out)
+
+
+def _mirror(plan: LaneStreamPlan, first: int, rows: int) -> int:
+    begin = first % plan.ring_rows
+    return MIRROR if rows and (begin < GUARD_ROWS or begin + rows > plan.ring_rows) else 0
 
 
 def pack(dense: Bits, plan: LaneStreamPlan) -> PackedLaneStreams:
@@ -387,7 +405,10 @@ def _transfers(packed: PackedLaneStreams, stream: int) -> list[_Transfer]:
             raise ValueError(f"stream {stream}, group {g}: ends at byte {end}, but there are {data.size}")
         head = data[position : position + plan.head_bytes].tobytes()
         packed_sources = np.frombuffer(head[:64], "<u2").astype(np.int64)
-        record = np.frombuffer(head[REFILL_OFFSET:HEADER_BYTES], "<u4").astype(np.int64)
+        refill_end = REFILL_OFFSET + REFILL_BYTES
+        record = np.frombuffer(head[REFILL_OFFSET:refill_end], "<u4").astype(np.int64)
+        if any(head[refill_end:HEADER_BYTES]):
+            raise ValueError(f"stream {stream}, group {g}: the header's reserved bytes are not zero")
         quads = np.frombuffer(head[HEADER_BYTES:], "<u4").reshape(-1, 32, 4)
         masks = quads.transpose(0, 2, 1).reshape(plan.mask_words, 32, 1)
         present = (masks >> np.arange(32, dtype=np.uint32) & 1).astype(bool)
@@ -411,7 +432,10 @@ def unpack(packed: PackedLaneStreams) -> Bits:
         rows = np.concatenate([t.rows for t in transfers])
         slot = np.tile(np.arange(32), (2, 1))
         row = np.zeros((2, 32), np.int64)
+        even_stream = 0
         for group, transfer in zip(groups, transfers, strict=True):
+            if transfer.record[0] & EXCHANGE:
+                even_stream, slot, row = 1 - even_stream, slot[::-1].copy(), row[::-1].copy()
             for odd in (0, 1):
                 slot[odd] = slot[odd, transfer.source[odd]]
                 row[odd] = row[odd, transfer.source[odd]]
@@ -423,7 +447,7 @@ def unpack(packed: PackedLaneStreams) -> Bits:
                     padded[
                         top + word % 2 * 16 + _ROW[lane, bit],
                         left + word // 2 * TILE_COLUMNS + _COLUMN[lane, bit],
-                    ] = rows[row[odd, lane], slot[odd, lane], odd]
+                    ] = rows[row[odd, lane], slot[odd, lane], odd ^ even_stream]
                     row[odd, lane] += 1
     return padded[: plan.N, : plan.K]
 
@@ -471,6 +495,8 @@ def _validate_stream(packed: PackedLaneStreams, stream: int, offset: int) -> int
     row = np.zeros((2, 32), np.int64)
     for g, (group, transfer) in enumerate(zip(groups, transfers, strict=True)):
         where = f"stream {stream}, group {g}"
+        if transfer.record[0] & EXCHANGE:
+            slot, row = slot[::-1].copy(), row[::-1].copy()
         for odd in (0, 1):
             source = transfer.source[odd]
             if not np.array_equal(np.sort(source), np.arange(32)):
@@ -494,8 +520,8 @@ def _validate_record(
     plan: LaneStreamPlan, where: str, transfers: list[_Transfer], rows_after: list[int], g: int
 ) -> None:
     first = rows_after[g - 1] if g else 0
-    rows, begin = rows_after[g] - first, first % plan.ring_rows
-    want = [int(rows > 0 and (begin < GUARD_ROWS or begin + rows > plan.ring_rows)), 0, 0, 0]
+    exchange = int(transfers[g].record[0]) & EXCHANGE  # either is right
+    want = [_mirror(plan, first, rows_after[g] - first) | exchange, 0, 0, 0]
     later = g + plan.lookahead
     if later < len(transfers):
         later_rows, later_begin = len(transfers[later].rows), rows_after[later - 1] % plan.ring_rows

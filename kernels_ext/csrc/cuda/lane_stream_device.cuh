@@ -3,8 +3,8 @@
 //
 // A lane's values lie in two streams, one for the even and one for the odd element of each 32-bit fragment
 // register, in the order in which the lane needs them. Row r of a ring holds one 32-bit word for each of 32
-// slots: low half even stream, high half odd stream. A slot is a bank of shared memory, so 32 lanes on 32 slots
-// never conflict, whatever rows they have come to.
+// slots, one stream in its low half, one in its high half. A slot is a bank of shared memory, so 32 lanes on 32
+// slots never conflict, whatever rows they have come to.
 #pragma once
 
 #include "lane_stream.cuh"
@@ -16,7 +16,7 @@ namespace kernels {
 
 // What a header says about the transfer `lookahead` groups on, and about the ring's guard rows.
 struct Refill {
-  uint32_t mirror;        // this group's own transfer wrote into rows the guard repeats
+  uint32_t flags;         // kRefillMirror, kRefillExchange
   uint32_t bytes_to_end;  // bytes of the later transfer's rows that fit before the ring's end
   uint32_t bytes_after;   // and those that go to its start
   uint32_t ring_offset;   // byte offset in the ring of its first row
@@ -72,8 +72,11 @@ struct StreamReader {
     parity = 0;
     even = ring + static_cast<uint32_t>(lane) * 4;
     odd = even + 2;
-    if (lane == 0) {
-      for (int i = 0; i <= lookahead; ++i) ptx::mbarrier_init(barriers + static_cast<uint32_t>(i) * 8, 1);
+    if (ptx::elect_one()) {
+#pragma unroll
+      for (int i = 0; i <= kMaxLookahead; ++i) {
+        if (i <= lookahead) ptx::mbarrier_init(barriers + static_cast<uint32_t>(i) * 8, 1);
+      }
       ptx::fence_proxy_async();
       int row = 0;
 #pragma unroll
@@ -112,19 +115,24 @@ struct StreamReader {
       parity ^= 1;
     }
     // The slot refilled here held the group before this one, which every lane has left (finish_group).
-    if (lane == 0 && group + lookahead < group_count) {
+    if (group + lookahead < group_count && ptx::elect_one()) {
       issue(issue_slot, refill.bytes_to_end, refill.bytes_after, refill.ring_offset);
     }
     if (++issue_slot > lookahead) issue_slot = 0;
     ++group;
     // The guard behind the ring repeats the ring's first rows, so that a lane may run past the end between two
     // checks. Nobody needs the guard's old rows: they repeat ring rows that this transfer has replaced.
-    if (refill.mirror) {
+    if (refill.flags & kRefillMirror) {
 #pragma unroll
       for (int i = 0; i < kGuardRows * kRowBytes / 512; ++i) {
         const uint32_t address = ring + static_cast<uint32_t>(i * 512 + lane * 16);
         ptx::st_shared_v4(address + ring_size, ptx::ld_shared_v4(address));
       }
+    }
+    if (refill.flags & kRefillExchange) {
+      const uint32_t low = even;
+      even = odd;
+      odd = low;
     }
     even = __shfl_sync(~0u, even, static_cast<int>(sources & 31));
     odd = __shfl_sync(~0u, odd, static_cast<int>(sources >> 5));
@@ -136,41 +144,38 @@ struct StreamReader {
 
   // To be called before every kGuardRows values of a stream.
   __device__ void wrap() {
-    if (even >= ring_end) even -= ring_size;
-    if (odd >= ring_end) odd -= ring_size;
+    even = ptx::subtract_if_at_least(even, ring_end, ring_size);
+    odd = ptx::subtract_if_at_least(odd, ring_end, ring_size);
   }
 };
 
 // Takes the values of one A fragment (k16 step kStep of a tile, 16 rows): eight elements of this lane.
 //
-// The mask word's bytes are the fragment's registers, so a dp4a of the step's bits with 128s is the distance in
-// rows of values, in bytes, that a register lies behind the stream's pointer: no popcount, no prefix sum. Loads
-// are not predicated; an absent element loads a neighbour's value, and the selector takes the zero half of the
-// loaded word instead.
+// The mask word's bytes are the fragment's registers. With the step's bits moved to the bytes' signs, where a bit is
+// worth 128 = kRowBytes, a dp4a with ones is the distance in bytes that a register's value lies behind the stream's
+// pointer: no popcount, no prefix sum. Loads are not predicated; an absent element loads a neighbour's value, and
+// its selector takes the zero half of the loaded word instead.
 template <int kStep>
 __device__ __forceinline__ void decode_fragment(uint32_t mask, uint32_t& even, uint32_t& odd, uint32_t (&a)[4],
                                                 uint32_t absent_selector) {
-  const uint32_t even_bits = mask & (0x01010101u << (2 * kStep));
-  const uint32_t odd_bits = mask & (0x02020202u << (2 * kStep));
-  // bit * scale = 128 = kRowBytes
-  constexpr uint32_t even_scale = 0x80u >> (2 * kStep);
-  constexpr uint32_t odd_scale = 0x80u >> (2 * kStep + 1);
-  const uint32_t e0 = ptx::ld_shared_u16(even);
-  const uint32_t e1 = ptx::ld_shared_u16(__dp4a(even_bits, even_scale, even));
-  const uint32_t e2 = ptx::ld_shared_u16(__dp4a(even_bits, even_scale * 0x101u, even));
-  const uint32_t e3 = ptx::ld_shared_u16(__dp4a(even_bits, even_scale * 0x10101u, even));
-  const uint32_t o0 = ptx::ld_shared_u16(odd);
-  const uint32_t o1 = ptx::ld_shared_u16(__dp4a(odd_bits, odd_scale, odd));
-  const uint32_t o2 = ptx::ld_shared_u16(__dp4a(odd_bits, odd_scale * 0x101u, odd));
-  const uint32_t o3 = ptx::ld_shared_u16(__dp4a(odd_bits, odd_scale * 0x10101u, odd));
-  even = __dp4a(even_bits, even_scale * 0x1010101u, even);
-  odd = __dp4a(odd_bits, odd_scale * 0x1010101u, odd);
-
-  // The step's bits moved to the bytes' signs, which prmt spreads to whole bytes: one byte per element. Where an
-  // element is present, 2 is flipped in both nibbles of its selector byte, which turns "bytes 2 and 3" (zero,
-  // the loads are 16 bits wide) of the loaded word into "bytes 0 and 1".
   const uint32_t even_signs = mask << (7 - 2 * kStep);
   const uint32_t odd_signs = mask << (6 - 2 * kStep);
+  const uint32_t even_rows = even_signs & 0x80808080u;
+  const uint32_t odd_rows = odd_signs & 0x80808080u;
+  const uint32_t e0 = ptx::ld_shared_u16(even);
+  const uint32_t e1 = ptx::ld_shared_u16(__dp4a(even_rows, 0x1u, even));
+  const uint32_t e2 = ptx::ld_shared_u16(__dp4a(even_rows, 0x101u, even));
+  const uint32_t e3 = ptx::ld_shared_u16(__dp4a(even_rows, 0x10101u, even));
+  const uint32_t o0 = ptx::ld_shared_u16(odd);
+  const uint32_t o1 = ptx::ld_shared_u16(__dp4a(odd_rows, 0x1u, odd));
+  const uint32_t o2 = ptx::ld_shared_u16(__dp4a(odd_rows, 0x101u, odd));
+  const uint32_t o3 = ptx::ld_shared_u16(__dp4a(odd_rows, 0x10101u, odd));
+  even = __dp4a(even_rows, 0x1010101u, even);
+  odd = __dp4a(odd_rows, 0x1010101u, odd);
+
+  // prmt spreads the signs to whole bytes: one byte per element. Where an element is present, 2 is flipped in both
+  // nibbles of its selector byte, which turns "bytes 2 and 3" (zero, the loads are 16 bits wide) of the loaded word
+  // into "bytes 0 and 1".
   const uint32_t select01 = ptx::lop3<0x6A>(ptx::prmt(even_signs, odd_signs, 0xD9C8), 0x22222222u, absent_selector);
   const uint32_t select23 = ptx::lop3<0x6A>(ptx::prmt(even_signs, odd_signs, 0xFBEA), 0x22222222u, absent_selector);
   a[0] = ptx::prmt(e0, o0, select01);

@@ -33,8 +33,11 @@ struct LinearArguments {
   const void* bias;
   void* y;
   int32_t* arrivals;  // [strips], zero between launches
-  float4* partials;   // [strips, parts, 2 * token tiles, 32 lanes]
+  float4* partials;   // [strips, strip_parts, 2 * token tiles, 32 lanes]
   int32_t M;
+  // Of the plan, so that no thread divides 64-bit numbers.
+  int32_t groups_per_slice;
+  int32_t strip_parts;  // room for the parts of one strip
 };
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
@@ -89,27 +92,24 @@ __device__ void finish_strip(const LinearArguments& arguments, int64_t strip, in
                              float (&sums)[2][kTokenTiles][4], int lane) {
   constexpr int kFragments = 2 * kTokenTiles;
   if (parts > 1) {
-    const int64_t max_parts = arguments.plan.k_slices * arguments.plan.max_parts_per_slice();
-    float4* strip_partials = arguments.partials + strip * max_parts * kFragments * 32 + lane;
+    float4* strip_partials = arguments.partials + strip * arguments.strip_parts * (kFragments * 32) + lane;
 #pragma unroll
     for (int f = 0; f < kFragments; ++f) {
       const float* s = sums[f / kTokenTiles][f % kTokenTiles];
       __stcg(strip_partials + (part * kFragments + f) * 32, make_float4(s[0], s[1], s[2], s[3]));
     }
-    __threadfence();
     __syncwarp();
     int arrived = 0;
-    if (lane == 0) arrived = atomicAdd(arguments.arrivals + strip, 1);
+    if (lane == 0) arrived = ptx::atomic_increment_acq_rel(arguments.arrivals + strip);
     arrived = __shfl_sync(~0u, arrived, 0);
     if (arrived != parts - 1) return;
-    __threadfence();
     if (lane == 0) arguments.arrivals[strip] = 0;
 #pragma unroll
     for (int f = 0; f < kFragments; ++f) {
       float* s = sums[f / kTokenTiles][f % kTokenTiles];
       s[0] = s[1] = s[2] = s[3] = 0.f;
     }
-#pragma unroll 4
+#pragma unroll(kTokenTiles == 1 ? 8 : 4)  // loads in flight together
     for (int p = 0; p < parts; ++p) {
 #pragma unroll
       for (int f = 0; f < kFragments; ++f) {
@@ -153,9 +153,9 @@ __global__ void __launch_bounds__(kMaxWarps * 32, 1)
   extern __shared__ __align__(128) uint8_t shared[];
   const LaneStreamPlan& plan = arguments.plan;
   const int lane = static_cast<int>(threadIdx.x) % 32;
-  const int warp = static_cast<int>(threadIdx.x) / 32;
+  const int warp = __shfl_sync(~0u, static_cast<int>(threadIdx.x) / 32, 0);  // uniform, and known to be
   const int slice = static_cast<int>(blockIdx.x) / plan.blocks_per_slice;
-  const int groups_per_slice = static_cast<int>(plan.groups_per_slice());
+  const int groups_per_slice = arguments.groups_per_slice;
   ptx::griddepcontrol_launch_dependents();
 
   const uint32_t rings = ptx::shared_address(shared);
@@ -322,6 +322,8 @@ cudaError_t launch_lane_stream_linear(const LaneStreamPlan& plan, LaneStreamType
   arguments.arrivals = static_cast<int32_t*>(workspace);
   arguments.partials = reinterpret_cast<float4*>(static_cast<uint8_t*>(workspace) + counter_bytes(plan));
   arguments.M = static_cast<int32_t>(M);
+  arguments.groups_per_slice = static_cast<int32_t>(plan.groups_per_slice());
+  arguments.strip_parts = static_cast<int32_t>(plan.k_slices * plan.max_parts_per_slice());
   return type == LaneStreamType::kHalf ? launch_for_tiles<__half>(arguments, overlap_launch, stream)
                                        : launch_for_tiles<__nv_bfloat16>(arguments, overlap_launch, stream);
 }

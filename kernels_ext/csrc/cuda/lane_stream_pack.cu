@@ -6,7 +6,8 @@
 // Work:     one warp per stream; it walks its groups in order, because where a lane's values lie depends on how
 //           full the slots were before.
 // Memory:   dense is read twice; `data` is written in 2-byte pieces (packing runs once, when a model is loaded).
-// Limits:   any N, K; rows and columns past them are absent. An element is absent if all its bits are zero; -0.0, NaN and Inf are values.
+// Limits:   any N, K; rows and columns past them are absent. An element is absent if all its
+//           bits are zero; -0.0, NaN and Inf are values.
 // Bound by: latency of the walk; 1 to 4 ms for a matrix of 8192 x 28672.
 // Tests:    tests/kernels/test_lane_stream_gpu.py holds the result to formats/lane_stream.py byte for byte.
 //
@@ -22,7 +23,7 @@ constexpr int kMaxMaskWords = 8;
 // How full every slot is and which lane held it last, for either stream of a warp. In shared memory, because a
 // lane looks up slots by rank.
 struct SlotState {
-  int level[2][32];    // [even/odd][slot]: values so far
+  int level[2][32];    // [stream][slot]: values so far
   int owner[2][32];    // lane that held the slot in the group before
   int by_rank[2][32];  // scratch: slot with the rank-th smallest level
   uint32_t masks[kMaxMaskWords][32];  // of the group, by word and lane; each lane touches its own column only
@@ -37,6 +38,12 @@ struct SlotChoice {
 __device__ int warp_min(int v) {
 #pragma unroll
   for (int distance = 16; distance > 0; distance /= 2) v = min(v, __shfl_xor_sync(~0u, v, distance));
+  return v;
+}
+
+__device__ int warp_sum(int v) {
+#pragma unroll
+  for (int distance = 16; distance > 0; distance /= 2) v += __shfl_xor_sync(~0u, v, distance);
   return v;
 }
 
@@ -81,7 +88,7 @@ __device__ uint16_t element(const uint16_t* dense, const LaneStreamPlan& plan, i
 }
 
 template <bool kEncode>
-__global__ void __launch_bounds__(kWarpsPerBlock * 32, 4)
+__global__ void __launch_bounds__(kWarpsPerBlock * 32, 2)
     lane_stream_pack_kernel(const __grid_constant__ LaneStreamPlan plan, const uint16_t* __restrict__ dense,
                             int32_t* __restrict__ group_rows, int32_t* __restrict__ least_rows,
                             const LaneStreamDescriptor* __restrict__ descriptors, uint8_t* __restrict__ data) {
@@ -107,6 +114,7 @@ __global__ void __launch_bounds__(kWarpsPerBlock * 32, 4)
   uint8_t* const transfers = kEncode ? data + descriptors[stream].data_offset : nullptr;
 
   int rows = 0;
+  int even_stream = 0;  // the stream that takes the even elements
   for (int64_t g = 0; g < count; ++g) {
     const int64_t strip_row = (first + g) / groups_per_slice * kStripRows;
     const int64_t group_column = (slice * groups_per_slice + (first + g) % groups_per_slice) * plan.group_columns();
@@ -124,7 +132,13 @@ __global__ void __launch_bounds__(kWarpsPerBlock * 32, 4)
       counts[1] += __popc(mask & 0xaaaaaaaau);
     }
     const int least = warp_min(min(state.level[0][lane], state.level[1][lane]));
-    const SlotChoice choice[2] = {assign_slot(state, 0, counts[0], lane), assign_slot(state, 1, counts[1], lane)};
+    // The parity with more values goes to the stream with fewer, or the two would drift apart over a long stream.
+    const bool more_even = warp_sum(counts[0]) > warp_sum(counts[1]);
+    const bool fuller_low = warp_sum(state.level[0][lane]) > warp_sum(state.level[1][lane]);
+    const bool exchange = even_stream != (more_even == fuller_low);
+    even_stream = more_even == fuller_low;
+    const SlotChoice choice[2] = {assign_slot(state, even_stream, counts[0], lane),
+                                  assign_slot(state, 1 - even_stream, counts[1], lane)};
     const int rows_before = rows;
     rows = max(rows, warp_max(max(state.level[0][lane], state.level[1][lane])));
     if constexpr (!kEncode) {
@@ -140,7 +154,8 @@ __global__ void __launch_bounds__(kWarpsPerBlock * 32, 4)
         const int own_rows = rows - rows_before;
         const int own_start = rows_before % plan.ring_rows;
         uint4 refill = make_uint4(0, 0, 0, 0);
-        refill.x = own_rows > 0 && (own_start < kGuardRows || own_start + own_rows > plan.ring_rows);
+        if (own_rows > 0 && (own_start < kGuardRows || own_start + own_rows > plan.ring_rows)) refill.x = kRefillMirror;
+        if (exchange) refill.x |= kRefillExchange;
         if (g + plan.lookahead < count) {
           const int begin = rows_after[g + plan.lookahead - 1];
           const int later_rows = rows_after[g + plan.lookahead] - begin;
@@ -171,7 +186,7 @@ __global__ void __launch_bounds__(kWarpsPerBlock * 32, 4)
                   int64_t transfer = g;
                   while (transfer > 0 && row < rows_after[transfer - 1]) --transfer;
                   uint8_t* ring_row = transfers + (transfer + 1) * head_bytes + int64_t{row} * kRowBytes;
-                  reinterpret_cast<uint16_t*>(ring_row)[choice[e].slot * 2 + e] =
+                  reinterpret_cast<uint16_t*>(ring_row)[choice[e].slot * 2 + (e ^ even_stream)] =
                       element(dense, plan, strip_row + half * 16 + element_row(lane, r),
                               group_column + tile * kTileColumns + element_column(lane, step, r, e));
                 }

@@ -52,6 +52,18 @@ __device__ __forceinline__ uint32_t lop3(uint32_t a, uint32_t b, uint32_t c) {
   return v;
 }
 
+// a >= limit ? a - amount : a, in two instructions; left to itself the compiler takes three.
+__device__ __forceinline__ uint32_t subtract_if_at_least(uint32_t a, uint32_t limit, uint32_t amount) {
+  asm("{\n"
+      ".reg .pred p;\n"
+      "setp.ge.u32 p, %0, %1;\n"
+      "@p sub.u32 %0, %0, %2;\n"
+      "}"
+      : "+r"(a)
+      : "r"(limit), "r"(amount));
+  return a;
+}
+
 // Copies 16 bytes to shared memory; only the first `valid_bytes` are read, the rest become zero.
 __device__ __forceinline__ void cp_async_16(uint32_t destination, const void* source, int valid_bytes) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(destination), "l"(source), "r"(valid_bytes)
@@ -121,6 +133,28 @@ __device__ __forceinline__ void cp_async_bulk(uint32_t destination, const void* 
           destination),
       "l"(source), "r"(bytes), "r"(barrier), "l"(policy)
       : "memory");
+}
+
+// True in exactly one lane, the same every time. Unlike `lane == 0` the compiler knows that one lane runs what
+// follows, so it keeps the operands of bulk copies in uniform registers without a loop over lanes.
+__device__ __forceinline__ bool elect_one() {
+  uint32_t elected;
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "elect.sync _|p, 0xffffffff;\n"
+      "selp.u32 %0, 1, 0, p;\n"
+      "}"
+      : "=r"(elected));
+  return elected != 0;
+}
+
+// Adds 1 and returns the old value. What this thread (and, through __syncwarp, its warp) stored before is visible
+// to whoever sees the new value, and what others stored before their additions is visible after it.
+__device__ __forceinline__ int atomic_increment_acq_rel(int32_t* p) {
+  int old;
+  asm volatile("atom.add.acq_rel.gpu.global.s32 %0, [%1], 1;" : "=r"(old) : "l"(p) : "memory");
+  return old;
 }
 
 // Programmatic dependent launch: let the next kernel start; wait until the one before has finished and flushed.
