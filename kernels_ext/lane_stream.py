@@ -40,7 +40,7 @@ class LaneStreamWeight:
         plan: how the matrix was cut into streams.
         dtype: float16 or bfloat16, of the elements and so of x and y.
         data: uint8, all transfers.
-        descriptors: int32 ``[streams, 8]``, one 32-byte descriptor a stream.
+        descriptors: int32 ``[streams, 12]``, one 48-byte descriptor a stream.
         nnz: stored elements.
 
     Raises:
@@ -61,7 +61,7 @@ class LaneStreamWeight:
             raise ValueError(
                 f"{where}: data must be 1-D contiguous uint8, got {self.data.dtype} {tuple(self.data.shape)}"
             )
-        want = (self.plan.streams, 8)
+        want = (self.plan.streams, reference.DESCRIPTOR_WORDS)
         if self.descriptors.dtype != torch.int32 or self.descriptors.shape != want:
             raise ValueError(
                 f"{where}: descriptors must be int32 {want}, "
@@ -263,8 +263,8 @@ def lane_stream_pack(weight: Tensor | BitmapWeight, plan: LaneStreamPlan | None 
     elif (plan.N, plan.K) != (N, K):
         raise ValueError(f"lane_stream_pack: the plan is for [{plan.N}, {plan.K}], the weight is [{N}, {K}]")
     plan, group_rows = _measure(bits, plan, device)
-    descriptors, data_bytes = _place_streams(plan, group_rows)
-    data = _ops.lane_stream_encode(bits, group_rows, descriptors, data_bytes, plan.numbers)
+    descriptors, lines, data_bytes = _place_streams(plan, group_rows)
+    data = _ops.lane_stream_encode(bits, group_rows, lines, data_bytes, plan.numbers)
     return LaneStreamWeight(plan=plan, dtype=dense.dtype, data=data, descriptors=descriptors, nnz=nnz)
 
 
@@ -298,34 +298,40 @@ def _measure(bits: Tensor, plan: LaneStreamPlan, device: DeviceShape) -> tuple[L
         plan = replace(plan, warps_per_block=plan.warps_per_block - 1)
 
 
-def _place_streams(plan: LaneStreamPlan, group_rows: Tensor) -> tuple[Tensor, int]:
-    """Descriptors of all streams, laid one after the other, and the bytes they take."""
+def _place_streams(plan: LaneStreamPlan, group_rows: Tensor) -> tuple[Tensor, Tensor, int]:
+    """Descriptors, the line where every transfer begins, and the bytes of all.
+
+    Transfers lie in the order in which the device reads them: the first of every stream, then the second, and
+    so on. All warps move through memory together.
+    """
     device = group_rows.device
     in_slice = torch.arange(plan.streams, device=device) % plan.streams_per_slice
     first = in_slice * plan.slice_groups // plan.streams_per_slice
     count = (in_slice + 1) * plan.slice_groups // plan.streams_per_slice - first
-    stream_bytes = count * plan.head_bytes + group_rows[:, -1].long() * ROW_BYTES
-    ends = stream_bytes.cumsum(0)
+    rows = group_rows.diff(dim=1, prepend=torch.zeros_like(group_rows[:, :1]))
+    exists = torch.arange(group_rows.shape[1], device=device) < count[:, None]
+    transfer_lines = ((rows + plan.head_bytes // ROW_BYTES) * exists).T.long()
+    ends = transfer_lines.flatten().cumsum(0)
+    lines = (ends.view_as(transfer_lines) - transfer_lines).T.to(torch.int32).contiguous()
 
     def owner(group: Tensor) -> Tensor:
         return ((group + 1) * plan.streams_per_slice - 1) // plan.slice_groups
 
     first_strip, last_strip = first // plan.groups_per_slice, (first + count - 1) // plan.groups_per_slice
     first_holder = owner(first_strip * plan.groups_per_slice)
+    last_holder = owner(last_strip * plan.groups_per_slice)
     shorts = torch.zeros(plan.streams, 8, dtype=torch.int64, device=device)
     shorts[:, 0] = in_slice - first_holder
     shorts[:, 1] = owner((first_strip + 1) * plan.groups_per_slice - 1) - first_holder + 1
-    shorts[:, 2] = (
-        owner((last_strip + 1) * plan.groups_per_slice - 1) - owner(last_strip * plan.groups_per_slice) + 1
-    )
+    shorts[:, 2] = owner((last_strip + 1) * plan.groups_per_slice - 1) - last_holder + 1
     lead = min(plan.lookahead, group_rows.shape[1])
-    shorts[:, 4 : 4 + lead] = group_rows[:, :lead].diff(dim=1, prepend=torch.zeros_like(group_rows[:, :1]))
-    descriptors = torch.empty(plan.streams, 8, dtype=torch.int32, device=device)
-    descriptors[:, :2] = (ends - stream_bytes).view(torch.int32).view(-1, 2)
-    descriptors[:, 2] = first
-    descriptors[:, 3] = count
-    descriptors[:, 4:] = shorts.to(torch.int16).view(torch.int32).view(-1, 4)
-    return descriptors, int(ends[-1])
+    shorts[:, 4 : 4 + lead] = rows[:, :lead]
+    descriptors = torch.zeros(plan.streams, reference.DESCRIPTOR_WORDS, dtype=torch.int32, device=device)
+    descriptors[:, 0] = first
+    descriptors[:, 1] = count
+    descriptors[:, 2:6] = shorts.to(torch.int16).view(torch.int32)
+    descriptors[:, 6 : 6 + lead] = lines[:, :lead] * exists[:, :lead]
+    return descriptors, lines, int(ends[-1]) * ROW_BYTES
 
 
 def lane_stream_unpack(weight: LaneStreamWeight, out: Tensor | None = None) -> Tensor:
@@ -437,7 +443,7 @@ def _(dense: Tensor, plan: list[int]) -> tuple[Tensor, Tensor]:
 
 
 @torch.library.register_fake("kernels_ext::lane_stream_encode")
-def _(dense: Tensor, group_rows: Tensor, descriptors: Tensor, data_bytes: int, plan: list[int]) -> Tensor:
+def _(dense: Tensor, group_rows: Tensor, lines: Tensor, data_bytes: int, plan: list[int]) -> Tensor:
     return dense.new_empty((data_bytes,), dtype=torch.uint8)
 
 

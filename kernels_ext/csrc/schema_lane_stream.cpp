@@ -8,7 +8,7 @@
 STABLE_TORCH_LIBRARY_FRAGMENT(kernels_ext, m) {
   m.def("lane_stream_measure(Tensor dense, int[] plan) -> (Tensor group_rows, Tensor least_rows)");
   m.def(
-      "lane_stream_encode(Tensor dense, Tensor group_rows, Tensor descriptors, int data_bytes, int[] plan)"
+      "lane_stream_encode(Tensor dense, Tensor group_rows, Tensor lines, int data_bytes, int[] plan)"
       " -> Tensor");
   m.def("lane_stream_unpack_into(Tensor(a!) dense, Tensor data, Tensor descriptors, int[] plan) -> ()");
   m.def(

@@ -23,6 +23,7 @@ REFILL_OFFSET: Final = 64
 REFILL_BYTES: Final = 16
 MIRROR: Final = 1
 EXCHANGE: Final = 2
+DESCRIPTOR_WORDS: Final = 12
 MAX_LOOKAHEAD: Final = 4
 MAX_WARPS: Final = 16
 MAX_TOKENS: Final = 16
@@ -180,7 +181,7 @@ class LaneStreamPlan:
 
 @dataclass(frozen=True, slots=True)
 class PackedLaneStreams:
-    """A packed matrix: `data` uint8, `descriptors` int32 ``[streams, 8]``, and the final plan."""
+    """A packed matrix: `data` uint8, `descriptors` int32 ``[streams, 12]``, and the final plan."""
 
     plan: LaneStreamPlan
     data: Bytes
@@ -289,8 +290,8 @@ def _transfer_rows(walked: list[_Group], g: int) -> tuple[int, int]:
     return first, walked[g].rows_after - first
 
 
-def _emit(walked: list[_Group], plan: LaneStreamPlan) -> bytes:
-    """The bytes of a stream's transfers."""
+def _emit(walked: list[_Group], plan: LaneStreamPlan, lines: list[int]) -> list[bytes]:
+    """The bytes of a stream's transfers; `lines` says where in the data each will begin."""
     values = np.zeros((walked[-1].rows_after, 32, 2), np.uint16)
     order = _decode_order(plan.group_tiles)
     for group in walked:
@@ -304,24 +305,29 @@ def _emit(walked: list[_Group], plan: LaneStreamPlan) -> bytes:
                         word, lane, bit
                     ]
                     following[odd, lane] += 1
-    out = bytearray()
+    transfers = []
     for g, group in enumerate(walked):
         first, rows = _transfer_rows(walked, g)
         record = [_mirror(plan, first, rows) | (EXCHANGE if group.exchange else 0), 0, 0, 0]
         if g + plan.lookahead < len(walked):
-            later_first, later_rows = _transfer_rows(walked, g + plan.lookahead)
-            record[3] = later_first % plan.ring_rows * ROW_BYTES
-            record[1] = min(later_rows, plan.ring_rows - later_first % plan.ring_rows) * ROW_BYTES
-            record[2] = later_rows * ROW_BYTES - record[1]
+            record[1:] = _refill(plan, *_transfer_rows(walked, g + plan.lookahead), lines[g + plan.lookahead])
         bits = (group.elements != 0).astype(np.uint64) << np.arange(32, dtype=np.uint64)
         masks = bits.sum(axis=2).astype("<u4")  # [word, lane]
-        out += (group.source[0] | group.source[1] << 5).astype("<u2").tobytes()
+        out = bytearray((group.source[0] | group.source[1] << 5).astype("<u2").tobytes())
         out += np.array(record, "<u4").tobytes()
         out += bytes(HEADER_BYTES - REFILL_OFFSET - REFILL_BYTES)
         for quad in range(0, plan.mask_words, 4):
             out += masks[quad : quad + 4].T.tobytes()
         out += values[first : first + rows].astype("<u2").tobytes()
-    return bytes(out)
+        transfers.append(bytes(out))
+    return transfers
+
+
+def _refill(plan: LaneStreamPlan, first: int, rows: int, line: int) -> list[int]:
+    """The record's last three numbers for a later transfer of these rows that begins at this line."""
+    begin = first % plan.ring_rows
+    to_end = min(rows, plan.ring_rows - begin)
+    return [to_end | (rows - to_end) << 16, begin * ROW_BYTES, line]
 
 
 def _mirror(plan: LaneStreamPlan, first: int, rows: int) -> int:
@@ -348,15 +354,27 @@ def pack(dense: Bits, plan: LaneStreamPlan) -> PackedLaneStreams:
     ]
     needed = max(_ring_rows_needed(walk, plan.lookahead) for walk in walks)
     plan = replace(plan, ring_rows=max(MIN_RING_ROWS, needed))
-    streams = [_emit(walk, plan) for walk in walks]
-    descriptors = np.zeros((plan.streams, 8), np.int32)
-    offset = 0
-    for stream, (walk, payload) in enumerate(zip(walks, streams, strict=True)):
-        lead = [_transfer_rows(walk, g)[1] for g in range(min(plan.lookahead, len(walk)))]
-        descriptors[stream] = _descriptor(plan, stream % plan.streams_per_slice, offset, lead)
-        offset += len(payload)
-    data = np.frombuffer(b"".join(streams), np.uint8).copy()
-    return PackedLaneStreams(plan, data, descriptors)
+    lines = [[0] * len(walk) for walk in walks]
+    line = 0
+    for g in range(plan.max_groups_per_stream):
+        for stream, walk in enumerate(walks):
+            if g < len(walk):
+                lines[stream][g] = line
+                line += plan.head_bytes // ROW_BYTES + _transfer_rows(walk, g)[1]
+    transfers = [_emit(walk, plan, at) for walk, at in zip(walks, lines, strict=True)]
+    data = bytearray(line * ROW_BYTES)
+    descriptors = np.zeros((plan.streams, DESCRIPTOR_WORDS), np.int32)
+    for stream, walk in enumerate(walks):
+        for at, payload in zip(lines[stream], transfers[stream], strict=True):
+            data[at * ROW_BYTES : at * ROW_BYTES + len(payload)] = payload
+        leading = range(min(plan.lookahead, len(walk)))
+        descriptors[stream] = _descriptor(
+            plan,
+            stream % plan.streams_per_slice,
+            [_transfer_rows(walk, g)[1] for g in leading],
+            [lines[stream][g] for g in leading],
+        )
+    return PackedLaneStreams(plan, np.frombuffer(bytes(data), np.uint8).copy(), descriptors)
 
 
 def _stream_groups(plan: LaneStreamPlan, stream_in_slice: int) -> range:
@@ -364,17 +382,19 @@ def _stream_groups(plan: LaneStreamPlan, stream_in_slice: int) -> range:
 
 
 def _descriptor(
-    plan: LaneStreamPlan, stream_in_slice: int, offset: int, lead: list[int]
+    plan: LaneStreamPlan, stream_in_slice: int, lead_rows: list[int], lead_lines: list[int]
 ) -> npt.NDArray[np.int32]:
     groups = _stream_groups(plan, stream_in_slice)
     first_holder, first_parts = plan.strip_parts(groups[0] // plan.groups_per_slice)
     first_part = stream_in_slice - first_holder
     last_parts = plan.strip_parts(groups[-1] // plan.groups_per_slice)[1]
+    unused = [0] * (MAX_LOOKAHEAD - len(lead_rows))
     raw = (
-        np.array([offset], "<u8").tobytes()
-        + np.array([groups.start, len(groups)], "<u4").tobytes()
+        np.array([groups.start, len(groups)], "<u4").tobytes()
         + np.array([first_part, first_parts, last_parts, 0], "<u2").tobytes()
-        + np.array(lead + [0] * (MAX_LOOKAHEAD - len(lead)), "<u2").tobytes()
+        + np.array(lead_rows + unused, "<u2").tobytes()
+        + np.array(lead_lines + unused, "<u4").tobytes()
+        + bytes(8)
     )
     return np.frombuffer(raw, "<i4").astype(np.int32)
 
@@ -384,38 +404,50 @@ def _descriptor(
 
 @dataclass(slots=True)
 class _Transfer:
+    line: int
     source: Ints  # [even/odd, lane]
     record: Ints  # the refill record's four numbers
     present: npt.NDArray[np.bool_]  # [mask word, lane, bit]
-    rows: Bits  # [value rows, slot, even/odd]
+    rows: Bits  # [value rows, slot, stream]
+
+
+def _lead(packed: PackedLaneStreams, stream: int) -> tuple[list[int], list[int]]:
+    """Rows and lines of a stream's leading transfers, as its descriptor has them."""
+    raw = packed.descriptors[stream].astype("<i4").tobytes()
+    return np.frombuffer(raw[16:24], "<u2").tolist(), np.frombuffer(raw[24:40], "<u4").tolist()
 
 
 def _transfers(packed: PackedLaneStreams, stream: int) -> list[_Transfer]:
-    """Cut a stream's bytes into transfers. Raises ValueError where they run past the data."""
+    """Follow a stream through the data. Raises ValueError where it runs past it."""
     plan, data = packed.plan, packed.data
-    raw = packed.descriptors[stream].astype("<i4").tobytes()
-    position = int(np.frombuffer(raw[:8], "<u8")[0])
-    count = int(np.frombuffer(raw[12:16], "<u4")[0])
-    rows_of = [int(r) for r in np.frombuffer(raw[24:32], "<u2")][: plan.lookahead]
+    lead_rows, lead_lines = _lead(packed, stream)
+    rows_of, line_of = lead_rows[: plan.lookahead], lead_lines[: plan.lookahead]
+    refill_end = REFILL_OFFSET + REFILL_BYTES
     out: list[_Transfer] = []
-    for g in range(count):
-        rows = rows_of[g]
-        end = position + plan.head_bytes + rows * ROW_BYTES
+    for g in range(len(_stream_groups(plan, stream % plan.streams_per_slice))):
+        begin = line_of[g] * ROW_BYTES
+        end = begin + plan.head_bytes + rows_of[g] * ROW_BYTES
         if end > data.size:
             raise ValueError(f"stream {stream}, group {g}: ends at byte {end}, but there are {data.size}")
-        head = data[position : position + plan.head_bytes].tobytes()
-        packed_sources = np.frombuffer(head[:64], "<u2").astype(np.int64)
-        refill_end = REFILL_OFFSET + REFILL_BYTES
-        record = np.frombuffer(head[REFILL_OFFSET:refill_end], "<u4").astype(np.int64)
+        head = data[begin : begin + plan.head_bytes].tobytes()
         if any(head[refill_end:HEADER_BYTES]):
             raise ValueError(f"stream {stream}, group {g}: the header's reserved bytes are not zero")
+        sources = np.frombuffer(head[:REFILL_OFFSET], "<u2").astype(np.int64)
+        record = np.frombuffer(head[REFILL_OFFSET:refill_end], "<u4").astype(np.int64)
         quads = np.frombuffer(head[HEADER_BYTES:], "<u4").reshape(-1, 32, 4)
         masks = quads.transpose(0, 2, 1).reshape(plan.mask_words, 32, 1)
-        present = (masks >> np.arange(32, dtype=np.uint32) & 1).astype(bool)
-        values = np.frombuffer(data[position + plan.head_bytes : end].tobytes(), "<u2").reshape(rows, 32, 2)
-        out.append(_Transfer(np.stack([packed_sources & 31, packed_sources >> 5]), record, present, values))
-        rows_of.append(int(record[1] + record[2]) // ROW_BYTES)
-        position = end
+        values = np.frombuffer(data[begin + plan.head_bytes : end].tobytes(), "<u2")
+        out.append(
+            _Transfer(
+                line=line_of[g],
+                source=np.stack([sources & 31, sources >> 5]),
+                record=record,
+                present=(masks >> np.arange(32, dtype=np.uint32) & 1).astype(bool),
+                rows=values.reshape(rows_of[g], 32, 2),
+            )
+        )
+        rows_of.append(int((record[1] & 0xFFFF) + (record[1] >> 16)))
+        line_of.append(int(record[3]))
     return out
 
 
@@ -464,32 +496,37 @@ def validate(packed: PackedLaneStreams) -> None:
     plan, descriptors = packed.plan, packed.descriptors
     if packed.data.dtype != np.uint8 or packed.data.ndim != 1:
         raise ValueError(f"data must be 1-D uint8, got {packed.data.dtype} {packed.data.shape}")
-    if descriptors.dtype != np.int32 or descriptors.shape != (plan.streams, 8):
+    shape = (plan.streams, DESCRIPTOR_WORDS)
+    if descriptors.dtype != np.int32 or descriptors.shape != shape:
         raise ValueError(
-            f"descriptors must be int32 [{plan.streams}, 8], got {descriptors.dtype} {descriptors.shape}"
+            f"descriptors must be int32 {list(shape)}, got {descriptors.dtype} {list(descriptors.shape)}"
         )
-    end = 0
-    for stream in range(plan.streams):
-        end = _validate_stream(packed, stream, end)
-    if end != packed.data.size:
-        raise ValueError(f"the streams end at byte {end}, but there are {packed.data.size} bytes")
+    streams = [_validate_stream(packed, stream) for stream in range(plan.streams)]
+    line = 0
+    for g in range(plan.max_groups_per_stream):
+        for stream, transfers in enumerate(streams):
+            if g < len(transfers):
+                if transfers[g].line != line:
+                    raise ValueError(
+                        f"stream {stream}, group {g}: begins at line {transfers[g].line}, expected {line}"
+                    )
+                line += plan.head_bytes // ROW_BYTES + len(transfers[g].rows)
+    if line * ROW_BYTES != packed.data.size:
+        raise ValueError(f"the transfers end at byte {line * ROW_BYTES}, but there are {packed.data.size}")
 
 
-def _validate_stream(packed: PackedLaneStreams, stream: int, offset: int) -> int:
+def _validate_stream(packed: PackedLaneStreams, stream: int) -> list[_Transfer]:
     plan = packed.plan
-    raw = packed.descriptors[stream].astype("<i4").tobytes()
-    lead = [int(r) for r in np.frombuffer(raw[24:32], "<u2")]
-    count = int(np.frombuffer(raw[12:16], "<u4")[0])
-    want = _descriptor(plan, stream % plan.streams_per_slice, offset, lead)
+    groups = _stream_groups(plan, stream % plan.streams_per_slice)
+    leading = min(plan.lookahead, len(groups))
+    lead_rows, lead_lines = _lead(packed, stream)
+    want = _descriptor(plan, stream % plan.streams_per_slice, lead_rows[:leading], lead_lines[:leading])
     if not np.array_equal(want, packed.descriptors[stream]):
         raise ValueError(
             f"stream {stream}: descriptor {packed.descriptors[stream].tolist()} disagrees with the plan, "
             f"which wants {want.tolist()}"
         )
-    if any(lead[min(plan.lookahead, count) :]):
-        raise ValueError(f"stream {stream}: lead rows {lead} name transfers that do not exist")
     transfers = _transfers(packed, stream)
-    groups = _stream_groups(plan, stream % plan.streams_per_slice)
     rows_after = np.cumsum([len(t.rows) for t in transfers]).tolist()
     slot = np.tile(np.arange(32), (2, 1))
     row = np.zeros((2, 32), np.int64)
@@ -513,7 +550,7 @@ def _validate_stream(packed: PackedLaneStreams, stream: int, offset: int) -> int
                 f"{where}: a lane's values reach row {int(row.max())}, but only {rows_after[g]} have arrived"
             )
         _validate_inside(plan, where, stream // plan.streams_per_slice, group, transfer)
-    return offset + len(transfers) * plan.head_bytes + rows_after[-1] * ROW_BYTES
+    return transfers
 
 
 def _validate_record(
@@ -524,9 +561,7 @@ def _validate_record(
     want = [_mirror(plan, first, rows_after[g] - first) | exchange, 0, 0, 0]
     later = g + plan.lookahead
     if later < len(transfers):
-        later_rows, later_begin = len(transfers[later].rows), rows_after[later - 1] % plan.ring_rows
-        to_end = min(later_rows, plan.ring_rows - later_begin)
-        want[1:] = [to_end * ROW_BYTES, (later_rows - to_end) * ROW_BYTES, later_begin * ROW_BYTES]
+        want[1:] = _refill(plan, rows_after[later - 1], len(transfers[later].rows), transfers[later].line)
     if transfers[g].record.tolist() != want:
         raise ValueError(f"{where}: refill record {transfers[g].record.tolist()}, expected {want}")
 

@@ -268,11 +268,12 @@ def test_opcheck() -> None:
     numbers = weight.plan.numbers
     ops = torch.ops.kernels_ext
     group_rows, _ = ops.lane_stream_measure(bits, numbers)
+    _, lines, _ = lane_stream._place_streams(weight.plan, group_rows)
     workspace = lane_stream.lane_stream_workspace(weight)
     x = activations(3, 512, torch.float16).clone()
     for op, arguments in (
         (ops.lane_stream_measure, (bits, numbers)),
-        (ops.lane_stream_encode, (bits, group_rows, weight.descriptors, weight.data.numel(), numbers)),
+        (ops.lane_stream_encode, (bits, group_rows, lines, weight.data.numel(), numbers)),
         (ops.lane_stream_unpack_into, (torch.zeros_like(bits), weight.data, weight.descriptors, numbers)),
         (ops.lane_stream_linear, (x, weight.data, weight.descriptors, None, workspace, numbers)),
     ):

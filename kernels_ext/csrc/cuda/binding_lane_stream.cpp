@@ -5,6 +5,7 @@
 
 #include <limits>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #include <torch/csrc/stable/accelerator.h>
@@ -64,11 +65,11 @@ void check_weight(const char* op, const Tensor& data, const Tensor& descriptors,
   check_dim(op, "data", data, 1);
   check_dtype(op, "data", data, ScalarType::Byte);
   check_contiguous(op, "data", data);
-  STD_TORCH_CHECK(reinterpret_cast<uintptr_t>(data.const_data_ptr()) % 16 == 0, op,
-                  ": data must start on a multiple of 16 bytes");
+  STD_TORCH_CHECK(reinterpret_cast<uintptr_t>(data.const_data_ptr()) % 128 == 0, op,
+                  ": data must start on a multiple of 128 bytes");
   check_dim(op, "descriptors", descriptors, 2);
   check_size(op, "descriptors", descriptors, 0, plan.streams(), "streams of the plan");
-  check_size(op, "descriptors", descriptors, 1, 8, "32 bytes a stream");
+  check_size(op, "descriptors", descriptors, 1, 12, "48 bytes a stream");
   check_dtype(op, "descriptors", descriptors, ScalarType::Int);
   check_contiguous(op, "descriptors", descriptors);
 }
@@ -92,25 +93,25 @@ std::tuple<Tensor, Tensor> measure_cuda(Tensor dense, std::vector<int64_t> plan_
   return {group_rows, least_rows};
 }
 
-Tensor encode_cuda(Tensor dense, Tensor group_rows, Tensor descriptors, int64_t data_bytes,
+Tensor encode_cuda(Tensor dense, Tensor group_rows, Tensor lines, int64_t data_bytes,
                    std::vector<int64_t> plan_numbers) {
   constexpr const char* op = "lane_stream_encode";
   const LaneStreamPlan plan = plan_from(op, plan_numbers);
   check_dense(op, dense, plan);
-  check_dim(op, "group_rows", group_rows, 2);
-  check_size(op, "group_rows", group_rows, 0, plan.streams(), "streams of the plan");
-  check_size(op, "group_rows", group_rows, 1, plan.max_groups_per_stream(), "most groups of a stream");
-  check_dtype(op, "group_rows", group_rows, ScalarType::Int);
-  check_contiguous(op, "group_rows", group_rows);
-  check_same_device(op, "group_rows", group_rows, "dense", dense);
-  check_same_device(op, "descriptors", descriptors, "dense", dense);
+  for (const auto& [name, tensor] : {std::pair{"group_rows", &group_rows}, std::pair{"lines", &lines}}) {
+    check_dim(op, name, *tensor, 2);
+    check_size(op, name, *tensor, 0, plan.streams(), "streams of the plan");
+    check_size(op, name, *tensor, 1, plan.max_groups_per_stream(), "most groups of a stream");
+    check_dtype(op, name, *tensor, ScalarType::Int);
+    check_contiguous(op, name, *tensor);
+    check_same_device(op, name, *tensor, "dense", dense);
+  }
   const torch::stable::accelerator::DeviceGuard guard(dense.get_device_index());
   const std::vector<int64_t> shape = {data_bytes};
   Tensor data = torch::stable::new_zeros(dense, shape, ScalarType::Byte);
-  check_weight(op, data, descriptors, plan);
   check_launch(op, launch_lane_stream_encode(plan, static_cast<const uint16_t*>(dense.const_data_ptr()),
                                              static_cast<const int32_t*>(group_rows.const_data_ptr()),
-                                             descriptor_pointer(descriptors),
+                                             static_cast<const int32_t*>(lines.const_data_ptr()),
                                              static_cast<uint8_t*>(data.mutable_data_ptr()), current_stream(dense)));
   return data;
 }

@@ -66,18 +66,19 @@ struct LaneStreamPlan {
   __host__ __device__ int32_t barrier_bytes() const { return warps_per_block * (lookahead + 1) * 8; }
 };
 
-// One stream, as the kernels find it. 32 bytes, little-endian.
+// One stream, as the kernels find it. 48 bytes, little-endian.
 struct LaneStreamDescriptor {
-  uint64_t data_offset;  // of the stream's first transfer in `data`, a multiple of 16
   uint32_t first_group;  // in the slice's list
   uint32_t group_count;
   uint16_t first_part;   // streams of the slice before this one that hold groups of this one's first strip
   uint16_t first_parts;  // streams of the slice that hold groups of its first strip
   uint16_t last_parts;   // likewise of its last strip
   uint16_t reserved;     // 0
-  uint16_t lead_rows[kMaxLookahead];  // value rows of transfers 0..lookahead-1
+  uint16_t lead_rows[kMaxLookahead];   // value rows of transfers 0..lookahead-1
+  uint32_t lead_lines[kMaxLookahead];  // where they begin in `data`, in lines of 128 bytes
+  uint32_t padding[2];                 // 0
 };
-static_assert(sizeof(LaneStreamDescriptor) == 32);
+static_assert(sizeof(LaneStreamDescriptor) == 48);
 
 enum class LaneStreamType { kHalf, kBFloat16 };
 
@@ -105,8 +106,9 @@ cudaError_t launch_lane_stream_unpack(const LaneStreamPlan& plan, const uint8_t*
 cudaError_t launch_lane_stream_measure(const LaneStreamPlan& plan, const uint16_t* dense, int32_t* group_rows,
                                        int32_t* least_rows, cudaStream_t stream);
 
-// Second packing pass: writes every transfer. `data` is zero beforehand; `plan.ring_rows` is final by now.
+// Second packing pass: writes every transfer where lines[stream, g] (int32, shaped like group_rows) says. `data` is
+// zero beforehand; `plan.ring_rows` is final by now.
 cudaError_t launch_lane_stream_encode(const LaneStreamPlan& plan, const uint16_t* dense, const int32_t* group_rows,
-                                      const LaneStreamDescriptor* descriptors, uint8_t* data, cudaStream_t stream);
+                                      const int32_t* lines, uint8_t* data, cudaStream_t stream);
 
 }  // namespace kernels

@@ -14,12 +14,12 @@ namespace kernels {
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
 
-// What a header says about the transfer `lookahead` groups on, and about the ring's guard rows.
+// What a header says about its own group (flags) and the transfer `lookahead` groups on (the rest).
 struct Refill {
-  uint32_t flags;         // kRefillMirror, kRefillExchange
-  uint32_t bytes_to_end;  // bytes of the later transfer's rows that fit before the ring's end
-  uint32_t bytes_after;   // and those that go to its start
-  uint32_t ring_offset;   // byte offset in the ring of its first row
+  uint32_t flags;        // kRefillMirror, kRefillExchange
+  uint32_t rows;         // low half: rows that fit before the ring's end; high half: rows that go to its start
+  uint32_t ring_offset;  // byte offset in the ring of the first row
+  uint32_t line;         // where the transfer begins in `data`, in lines of 128 bytes
 };
 
 template <int kTiles>
@@ -36,33 +36,36 @@ struct StreamReader {
   static constexpr int kHeadBytes = kHeaderBytes + kMaskBytes;
 
   uint32_t ring, ring_end, ring_size, heads, barriers;
-  const uint8_t* source;  // next transfer to issue (lane 0 keeps it)
+  const uint8_t* data;
   uint64_t policy;
   int lookahead, group_count, group;
   int read_slot, issue_slot;
   uint32_t parity;
   uint32_t even, odd;  // this lane's next value of either stream, a shared address
 
-  __device__ void issue(int slot, uint32_t bytes_to_end, uint32_t bytes_after, uint32_t ring_offset) {
+  // One lane: copies a transfer's head to its slot and its rows to the ring, round its end if need be.
+  __device__ void issue(int slot, uint32_t rows_to_end, uint32_t rows_after, uint32_t ring_offset, uint32_t line) {
     const uint32_t barrier = barriers + static_cast<uint32_t>(slot) * 8;
+    const uint32_t bytes_to_end = rows_to_end * kRowBytes;
+    const uint32_t bytes_after = rows_after * kRowBytes;
+    const uint8_t* source = data + uint64_t{line} * kRowBytes;
     ptx::mbarrier_arrive_expect_tx(barrier, kHeadBytes + bytes_to_end + bytes_after);
     ptx::cp_async_bulk(heads + static_cast<uint32_t>(slot * kHeadBytes), source, kHeadBytes, barrier, policy);
     source += kHeadBytes;
-    if (bytes_to_end) ptx::cp_async_bulk(ring + ring_offset, source, bytes_to_end, barrier, policy);
-    if (bytes_after) ptx::cp_async_bulk(ring, source + bytes_to_end, bytes_after, barrier, policy);
-    source += bytes_to_end + bytes_after;
+    if (rows_to_end) ptx::cp_async_bulk(ring + ring_offset, source, bytes_to_end, barrier, policy);
+    if (rows_after) ptx::cp_async_bulk(ring, source + bytes_to_end, bytes_after, barrier, policy);
   }
 
   // Sets up the ring at `shared` (plan.ring_bytes() of it) and issues the first transfers. Weights are constant,
   // so this runs before the wait for the preceding kernel.
-  __device__ void begin(const LaneStreamPlan& plan, const LaneStreamDescriptor& stream, const uint8_t* data,
+  __device__ void begin(const LaneStreamPlan& plan, const LaneStreamDescriptor& stream, const uint8_t* all_data,
                         uint32_t shared, uint32_t shared_barriers, int lane) {
     ring = shared;
     ring_size = static_cast<uint32_t>(plan.ring_rows * kRowBytes);
     ring_end = ring + ring_size;
     heads = ring_end + kGuardRows * kRowBytes;
     barriers = shared_barriers;
-    source = data + stream.data_offset;
+    data = all_data;
     policy = ptx::create_policy_evict_first();
     lookahead = plan.lookahead;
     group_count = static_cast<int>(stream.group_count);
@@ -84,8 +87,8 @@ struct StreamReader {
         if (i < lookahead && i < group_count) {
           const int rows = stream.lead_rows[i];
           const int rows_to_end = min(rows, plan.ring_rows - row);
-          issue(i, static_cast<uint32_t>(rows_to_end * kRowBytes),
-                static_cast<uint32_t>((rows - rows_to_end) * kRowBytes), static_cast<uint32_t>(row * kRowBytes));
+          issue(i, static_cast<uint32_t>(rows_to_end), static_cast<uint32_t>(rows - rows_to_end),
+                static_cast<uint32_t>(row * kRowBytes), stream.lead_lines[i]);
           row += rows;
           if (row >= plan.ring_rows) row -= plan.ring_rows;
         }
@@ -116,7 +119,7 @@ struct StreamReader {
     }
     // The slot refilled here held the group before this one, which every lane has left (finish_group).
     if (group + lookahead < group_count && ptx::elect_one()) {
-      issue(issue_slot, refill.bytes_to_end, refill.bytes_after, refill.ring_offset);
+      issue(issue_slot, refill.rows & 0xffff, refill.rows >> 16, refill.ring_offset, refill.line);
     }
     if (++issue_slot > lookahead) issue_slot = 0;
     ++group;

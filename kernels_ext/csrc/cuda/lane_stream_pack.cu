@@ -91,7 +91,7 @@ template <bool kEncode>
 __global__ void __launch_bounds__(kWarpsPerBlock * 32, 2)
     lane_stream_pack_kernel(const __grid_constant__ LaneStreamPlan plan, const uint16_t* __restrict__ dense,
                             int32_t* __restrict__ group_rows, int32_t* __restrict__ least_rows,
-                            const LaneStreamDescriptor* __restrict__ descriptors, uint8_t* __restrict__ data) {
+                            const int32_t* __restrict__ all_lines, uint8_t* __restrict__ data) {
   __shared__ SlotState states[kWarpsPerBlock];
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const int warp = static_cast<int>(threadIdx.x) / 32;
@@ -111,7 +111,7 @@ __global__ void __launch_bounds__(kWarpsPerBlock * 32, 2)
   const int64_t stride = plan.max_groups_per_stream();
   int32_t* rows_after = group_rows + stream * stride;
   const int mask_words = plan.group_tiles * 2;
-  uint8_t* const transfers = kEncode ? data + descriptors[stream].data_offset : nullptr;
+  const int32_t* const lines = kEncode ? all_lines + stream * stride : nullptr;
 
   int rows = 0;
   int even_stream = 0;  // the stream that takes the even elements
@@ -147,8 +147,7 @@ __global__ void __launch_bounds__(kWarpsPerBlock * 32, 2)
         least_rows[stream * stride + g] = least;
       }
     } else {
-      const auto head_bytes = static_cast<int64_t>(plan.head_bytes());
-      uint8_t* head = transfers + g * head_bytes + int64_t{rows_before} * kRowBytes;
+      uint8_t* const head = data + int64_t{lines[g]} * kRowBytes;
       reinterpret_cast<uint16_t*>(head)[lane] = static_cast<uint16_t>(choice[0].source | choice[1].source << 5);
       if (lane == 0) {
         const int own_rows = rows - rows_before;
@@ -161,9 +160,9 @@ __global__ void __launch_bounds__(kWarpsPerBlock * 32, 2)
           const int later_rows = rows_after[g + plan.lookahead] - begin;
           const int later_start = begin % plan.ring_rows;
           const int rows_to_end = min(later_rows, plan.ring_rows - later_start);
-          refill.y = static_cast<uint32_t>(rows_to_end * kRowBytes);
-          refill.z = static_cast<uint32_t>((later_rows - rows_to_end) * kRowBytes);
-          refill.w = static_cast<uint32_t>(later_start * kRowBytes);
+          refill.y = static_cast<uint32_t>(rows_to_end | (later_rows - rows_to_end) << 16);
+          refill.z = static_cast<uint32_t>(later_start * kRowBytes);
+          refill.w = static_cast<uint32_t>(lines[g + plan.lookahead]);
         }
         *reinterpret_cast<uint4*>(head + kRefillOffset) = refill;
       }
@@ -185,7 +184,9 @@ __global__ void __launch_bounds__(kWarpsPerBlock * 32, 2)
                   const int row = next[e]++;
                   int64_t transfer = g;
                   while (transfer > 0 && row < rows_after[transfer - 1]) --transfer;
-                  uint8_t* ring_row = transfers + (transfer + 1) * head_bytes + int64_t{row} * kRowBytes;
+                  const int first_row = transfer > 0 ? rows_after[transfer - 1] : 0;
+                  uint8_t* ring_row =
+                      data + int64_t{lines[transfer] + row - first_row} * kRowBytes + plan.head_bytes();
                   reinterpret_cast<uint16_t*>(ring_row)[choice[e].slot * 2 + (e ^ even_stream)] =
                       element(dense, plan, strip_row + half * 16 + element_row(lane, r),
                               group_column + tile * kTileColumns + element_column(lane, step, r, e));
@@ -223,10 +224,10 @@ cudaError_t launch_lane_stream_measure(const LaneStreamPlan& plan, const uint16_
 }
 
 cudaError_t launch_lane_stream_encode(const LaneStreamPlan& plan, const uint16_t* dense, const int32_t* group_rows,
-                                      const LaneStreamDescriptor* descriptors, uint8_t* data, cudaStream_t stream) {
+                                      const int32_t* lines, uint8_t* data, cudaStream_t stream) {
   if (!group_tiles_supported(plan)) return cudaErrorInvalidValue;
   lane_stream_pack_kernel<true><<<pack_blocks(plan), kWarpsPerBlock * 32, 0, stream>>>(
-      plan, dense, const_cast<int32_t*>(group_rows), nullptr, descriptors, data);
+      plan, dense, const_cast<int32_t*>(group_rows), nullptr, lines, data);
   return cudaGetLastError();
 }
 
