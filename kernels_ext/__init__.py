@@ -1,7 +1,7 @@
 """Sparse linear kernels for PyTorch: bitmap-compressed weights on CPU and CUDA.
 
-The package stands alone: it needs torch and nothing of the service that ships it. `python -m kernels_ext` prints
-what was built.
+The package stands alone: it needs torch and nothing of the service that ships it. `python -m kernels_ext`
+prints what was built.
 """
 
 from __future__ import annotations

@@ -1,14 +1,15 @@
 """Linear ops and the weight type they work on.
 
-The functions check their arguments and call the ops in ``torch.ops.kernels_ext``, which run under torch.compile:
-each has a fake kernel here. Letters: ``y[M, N] = x[M, K] @ W[N, K].T``.
+The functions check their arguments and call the ops in ``torch.ops.kernels_ext``, which run under
+torch.compile: each has a fake kernel here. Letters: ``y[M, N] = x[M, K] @ W[N, K].T``.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypeVar
 
 import torch
 from torch import Tensor
@@ -289,15 +290,22 @@ def _check_linear(op: str, x: Tensor, bias: Tensor | None, N: int, K: int, dtype
         raise ValueError(f"{op}: bias must be [{N}] {dtype}, got shape {tuple(bias.shape)} {bias.dtype}")
 
 
-# --- fake kernels: shapes and dtypes alone, for torch.compile ------------------------------------------------
+# --- fake kernels: shapes and dtypes alone, for torch.compile ---------------------------------------------
+
+_Fake = TypeVar("_Fake", bound=Callable[..., object])
 
 
-@torch.library.register_fake("kernels_ext::read_checksum")
+def _register_fake(op: str) -> Callable[[_Fake], _Fake]:
+    register: Callable[[_Fake], _Fake] = torch.library.register_fake(f"kernels_ext::{op}")
+    return register
+
+
+@_register_fake("read_checksum")
 def _(buffer: Tensor) -> Tensor:
     return buffer.new_empty(())
 
 
-@torch.library.register_fake("kernels_ext::bitmap_pack")
+@_register_fake("bitmap_pack")
 def _(dense: Tensor, isa: int = 0) -> tuple[Tensor, Tensor, Tensor]:
     N, K = dense.shape
     nnz = torch.library.get_ctx().new_dynamic_size()
@@ -308,17 +316,17 @@ def _(dense: Tensor, isa: int = 0) -> tuple[Tensor, Tensor, Tensor]:
     )
 
 
-@torch.library.register_fake("kernels_ext::bitmap_row_counts")
+@_register_fake("bitmap_row_counts")
 def _(bitmap: Tensor) -> Tensor:
     return bitmap.new_empty((bitmap.shape[0],), dtype=torch.int64)
 
 
-@torch.library.register_fake("kernels_ext::bitmap_unpack_into")
+@_register_fake("bitmap_unpack_into")
 def _(dense: Tensor, bitmap: Tensor, values: Tensor, row_offsets: Tensor, isa: int = 0) -> None:
     return None
 
 
-@torch.library.register_fake("kernels_ext::bitmap_linear")
+@_register_fake("bitmap_linear")
 def _(
     x: Tensor,
     bitmap: Tensor,
@@ -330,6 +338,6 @@ def _(
     return x.new_empty((x.shape[0], bitmap.shape[0]))
 
 
-@torch.library.register_fake("kernels_ext::dense_linear")
+@_register_fake("dense_linear")
 def _(x: Tensor, weight: Tensor, bias: Tensor | None = None, isa: int = 0) -> Tensor:
     return x.new_empty((x.shape[0], weight.shape[0]))

@@ -1,11 +1,12 @@
 // Argument checks shared by the ops' bindings. Each message says what was wrong, what was expected and what
-// came. The ops throw, torch turns that into a RuntimeError; the Python wrappers check the same things first
-// and raise ValueError, so these guard direct calls through torch.ops.
+// came. They throw std::invalid_argument, which Python sees as a ValueError, so that an op which must be cheap to
+// call needs no second set of checks in Python.
 #pragma once
 
 #include <cstdint>
 #include <initializer_list>
 #include <sstream>
+#include <stdexcept>
 #include <string>
 
 #include <torch/csrc/stable/tensor.h>
@@ -17,6 +18,19 @@ namespace kernels {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
+template <class... Parts>
+[[noreturn, gnu::noinline, gnu::cold]] void throw_value_error(const Parts&... parts) {
+  std::ostringstream message;
+  (message << ... << parts);
+  throw std::invalid_argument(message.str());
+}
+
+// Throws unless the condition holds; the message's parts are evaluated only then.
+#define KERNELS_CHECK(condition, ...)                            \
+  do {                                                           \
+    if (!(condition)) ::kernels::throw_value_error(__VA_ARGS__); \
+  } while (false)
+
 inline std::string shape_string(const Tensor& t) {
   std::ostringstream out;
   out << '[';
@@ -26,23 +40,23 @@ inline std::string shape_string(const Tensor& t) {
 }
 
 inline void check_contiguous(const char* op, const char* name, const Tensor& t) {
-  STD_TORCH_CHECK(t.is_contiguous(), op, ": ", name, " must be contiguous");
+  KERNELS_CHECK(t.is_contiguous(), op, ": ", name, " must be contiguous");
 }
 
 inline void check_dim(const char* op, const char* name, const Tensor& t, int64_t dim) {
-  STD_TORCH_CHECK(t.dim() == dim, op, ": ", name, " must have ", dim, " dimensions, got shape ", shape_string(t));
+  KERNELS_CHECK(t.dim() == dim, op, ": ", name, " must have ", dim, " dimensions, got shape ", shape_string(t));
 }
 
 // `what` names the expected size in the caller's terms, e.g. "K of the weight".
 inline void check_size(const char* op, const char* name, const Tensor& t, int64_t dim, int64_t want,
                        const char* what) {
-  STD_TORCH_CHECK(t.size(dim) == want, op, ": ", name, " has shape ", shape_string(t), ", but dimension ", dim,
-                  " must be ", want, " (", what, ")");
+  KERNELS_CHECK(t.size(dim) == want, op, ": ", name, " has shape ", shape_string(t), ", but dimension ", dim,
+                " must be ", want, " (", what, ")");
 }
 
 inline void check_dtype(const char* op, const char* name, const Tensor& t, ScalarType want) {
-  STD_TORCH_CHECK(t.scalar_type() == want, op, ": ", name, " must be ", toString(want), ", got ",
-                  toString(t.scalar_type()));
+  KERNELS_CHECK(t.scalar_type() == want, op, ": ", name, " must be ", toString(want), ", got ",
+                toString(t.scalar_type()));
 }
 
 }  // namespace kernels

@@ -1,1 +1,1 @@
-"""Weight formats: one byte-level specification page each, with a slow obvious packer, unpacker and validator."""
+"""Weight formats: a byte-level specification page each, and a slow obvious packer, unpacker and validator."""

@@ -28,7 +28,8 @@ from service.engine.client import EngineClient
 from service.engine.config import EngineConfig
 from service.engine.protocol import SamplingParams
 from service.errors import SettingsError
-from service.pruning.pack import is_packed, unpack
+from service.pruning.checkpoint import Checkpoint
+from service.pruning.pack import unpack
 
 from .gguf_writer import write_f16_gguf
 
@@ -219,7 +220,7 @@ class _LlamaCpp:
         lib, context = self._lib, self._context
         lib.llama_memory_clear(lib.llama_get_memory(context), True)
         batch = lib.llama_batch_init(sum(map(len, prompts)), 0, 1)
-        rows = []
+        rows: list[bool] = []
         for sequence, prompt in enumerate(prompts):
             for position, token in enumerate(prompt):
                 is_last = position == len(prompt) - 1
@@ -313,7 +314,7 @@ def _contenders(options: DecodeBenchOptions, scratch: Path, console: Console) ->
     """The contenders that are wanted and installed; what is left out is printed with its reason."""
     wanted = options.only or _CONTENDERS
     dense = options.model
-    if is_packed(options.model):
+    if Checkpoint(options.model).packed_modules:
         dense = scratch / "dense"
         unpack(options.model, dense)
     makers: dict[str, Callable[[str], Contender]] = {

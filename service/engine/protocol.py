@@ -64,7 +64,8 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
 
 
 class AddRequest(msgspec.Struct, tag="add", frozen=True):
-    """Start one sequence; `request_id` is unique among open ones, the prompt non-empty and in vocabulary."""
+    """Start one sequence. `request_id` is unique among open requests; the prompt is non-empty and in
+    vocabulary."""
 
     request_id: str
     prompt_token_ids: list[int]

@@ -8,6 +8,7 @@
 #include <immintrin.h>
 
 #include <array>
+#include <bit>
 #include <cstdint>
 
 #include "scalar.h"
@@ -19,8 +20,8 @@ using Vec = __m256;
 constexpr int kLanes = 8;
 constexpr int64_t kOverread = 8;  // expand loads 8 elements wherever the row's values stop
 
-// 16 registers: R * tokens sums, and R decoded vectors, and x.
-constexpr int rows_for_tile(int tokens) { return tokens <= 2 ? 4 : tokens == 4 ? 2 : 1; }
+// 16 vector registers hold R * tokens sums, R decoded vectors and x; four rows spill the general ones.
+constexpr int rows_for_tile(int tokens) { return tokens <= 4 ? 2 : 1; }
 
 inline Vec zero() { return _mm256_setzero_ps(); }
 inline Vec load(const float* p) { return _mm256_loadu_ps(p); }
@@ -103,12 +104,24 @@ alignas(64) constexpr auto kCompressLanes = compress_lanes();
 inline __m128i load128(const void* p) { return _mm_loadu_si128(static_cast<const __m128i*>(p)); }
 inline __m256i load256(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
 
-inline __m128i expand16(const void* values, uint64_t bits) {
-  return _mm_shuffle_epi8(load128(values), load128(kExpandBytes[bits].data()));
+// A byte of the block, times the size of an entry: the byte offset into a table. The rotation moves and scales the
+// byte in one instruction, and its population count is still the number of values.
+template <int kEntryBytes>
+inline uint64_t table_offset(uint64_t block, int c) {
+  return std::rotr(block, c - std::countr_zero(unsigned{kEntryBytes})) & (uint64_t{0xff} * kEntryBytes);
 }
 
-inline __m256i expand32(const void* values, uint64_t bits) {
-  const __m256i lanes = load256(kExpandLanes[bits].data());
+template <class Entries>
+inline const char* entry(const Entries& table, uint64_t offset) {
+  return reinterpret_cast<const char*>(table.data()) + offset;
+}
+
+inline __m128i expand16(const void* values, uint64_t offset) {
+  return _mm_shuffle_epi8(load128(values), load128(entry(kExpandBytes, offset)));
+}
+
+inline __m256i expand32(const void* values, uint64_t offset) {
+  const __m256i lanes = load256(entry(kExpandLanes, offset));
   const __m256i absent = _mm256_srai_epi32(lanes, 31);
   return _mm256_andnot_si256(absent, _mm256_permutevar8x32_epi32(load256(values), lanes));
 }
@@ -123,13 +136,15 @@ struct Element<BFloat16> {
   static constexpr int kColumns = 8;
   static constexpr int kVecs = 1;
 
+  static uint64_t select(uint64_t block, int c) { return table_offset<32>(block, c); }
+
   static void dense(const BFloat16* p, Vec* v) {
     *v = _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(load128(p)), 16));
   }
 
   static void expand(const BFloat16* values, uint64_t bits, Vec* v) {
     const __m256i both_halves = _mm256_broadcastsi128_si256(load128(values));
-    *v = _mm256_castsi256_ps(_mm256_shuffle_epi8(both_halves, load256(kExpandToHighHalf[bits].data())));
+    *v = _mm256_castsi256_ps(_mm256_shuffle_epi8(both_halves, load256(entry(kExpandToHighHalf, bits))));
   }
 };
 
@@ -138,6 +153,7 @@ struct Element<Float16> {
   static constexpr int kColumns = 8;
   static constexpr int kVecs = 1;
 
+  static uint64_t select(uint64_t block, int c) { return table_offset<16>(block, c); }
   static void dense(const Float16* p, Vec* v) { *v = _mm256_cvtph_ps(load128(p)); }
   static void expand(const Float16* values, uint64_t bits, Vec* v) { *v = _mm256_cvtph_ps(expand16(values, bits)); }
 };
@@ -147,6 +163,7 @@ struct Element<float> {
   static constexpr int kColumns = 8;
   static constexpr int kVecs = 1;
 
+  static uint64_t select(uint64_t block, int c) { return table_offset<32>(block, c); }
   static void dense(const float* p, Vec* v) { *v = load(p); }
   static void expand(const float* values, uint64_t bits, Vec* v) { *v = _mm256_castsi256_ps(expand32(values, bits)); }
 };
@@ -157,6 +174,8 @@ struct Raw;
 template <>
 struct Raw<uint16_t> {
   static constexpr int kColumns = 8;
+
+  static uint64_t select(uint64_t block, int c) { return table_offset<16>(block, c); }
 
   static void expand(const uint16_t* values, uint64_t bits, uint16_t* out) {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(out), expand16(values, bits));
@@ -176,6 +195,8 @@ struct Raw<uint16_t> {
 template <>
 struct Raw<uint32_t> {
   static constexpr int kColumns = 8;
+
+  static uint64_t select(uint64_t block, int c) { return table_offset<32>(block, c); }
 
   static void expand(const uint32_t* values, uint64_t bits, uint32_t* out) {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(out), expand32(values, bits));

@@ -49,6 +49,7 @@ struct Element<BFloat16> {
     v[1] = _mm512_castsi512_ps(_mm512_and_si512(pairs, _mm512_set1_epi32(static_cast<int>(0xffff0000u))));
   }
 
+  static uint64_t select(uint64_t block, int c) { return static_cast<uint32_t>(block >> c); }
   static void dense(const BFloat16* p, Vec* v) { even_odd(_mm512_loadu_si512(p), v); }
   static void expand(const BFloat16* values, uint64_t bits, Vec* v) { even_odd(expand16(values, bits), v); }
 };
@@ -63,6 +64,7 @@ struct Element<Float16> {
     v[1] = _mm512_cvtph_ps(_mm512_extracti64x4_epi64(halves, 1));
   }
 
+  static uint64_t select(uint64_t block, int c) { return static_cast<uint32_t>(block >> c); }
   static void dense(const Float16* p, Vec* v) { widen(_mm512_loadu_si512(p), v); }
   static void expand(const Float16* values, uint64_t bits, Vec* v) { widen(expand16(values, bits), v); }
 };
@@ -72,6 +74,7 @@ struct Element<float> {
   static constexpr int kColumns = 16;
   static constexpr int kVecs = 1;
 
+  static uint64_t select(uint64_t block, int c) { return static_cast<uint16_t>(block >> c); }
   static void dense(const float* p, Vec* v) { *v = load(p); }
   static void expand(const float* values, uint64_t bits, Vec* v) { *v = _mm512_castsi512_ps(expand32(values, bits)); }
 };
@@ -82,6 +85,8 @@ struct Raw;
 template <>
 struct Raw<uint16_t> {
   static constexpr int kColumns = 32;
+
+  static uint64_t select(uint64_t block, int c) { return static_cast<uint32_t>(block >> c); }
 
   static void expand(const uint16_t* values, uint64_t bits, uint16_t* out) {
     _mm512_storeu_si512(out, expand16(values, bits));
@@ -100,6 +105,8 @@ struct Raw<uint16_t> {
 template <>
 struct Raw<uint32_t> {
   static constexpr int kColumns = 16;
+
+  static uint64_t select(uint64_t block, int c) { return static_cast<uint16_t>(block >> c); }
 
   static void expand(const uint32_t* values, uint64_t bits, uint32_t* out) {
     _mm512_storeu_si512(out, expand32(values, bits));

@@ -5,9 +5,9 @@
 // Work:     a thread owns a range of rows of W. It takes kRowGroup rows at a time and, for each tile of up to
 //           kMaxTile tokens, walks them together, 64 columns (a block) at a time. Several rows share each load of x
 //           and keep several chains of multiply-adds in flight.
-// Memory:   W is read once, in order, as kRowGroup streams that lie end to end, so a prefetch a fixed distance
-//           ahead of each stream touches every line once. x is converted to fp32 once per call, padded with zeros to
-//           whole blocks and laid out tile by tile in the order of use; it comes from L1 or L2.
+// Memory:   W is read once, and each of its lines is prefetched once, evenly over the blocks, a row group and a bit
+//           ahead. x is converted to fp32 once per call, padded with zeros to whole blocks and laid out in the
+//           order of use; it comes from L1 or L2.
 // Decode:   an expand step turns a few bits of bitmap into a vector with the non-zeros in place and zeros between,
 //           and moves the value pointer by their number. There is no branch on the bits. A zero of W is multiplied,
 //           not skipped, so Inf and NaN in x spread as they do in a dense product.
@@ -21,8 +21,10 @@
 //   Vec, kLanes, kOverread, load, store, zero, multiply_add(a, b, c) = a*b + c, sum(Vec) -> float,
 //   Element<T>: kColumns (columns a step, a divisor of 64), kVecs (= kColumns / kLanes),
 //     dense(const T*, Vec*), expand(const T* values, uint64_t bits, Vec*), in the same order of columns,
-//   Raw<Word> for uint16_t and uint32_t: kColumns, expand(values, bits, Word* out), nonzeros(in) -> bits,
-//     compress(in, bits, out), which may write kOverread elements past what it packs,
+//     select(uint64_t block, int c) -> the block's bits of columns [c, c + kColumns), shifted as expand wants them,
+//   Raw<Word> for uint16_t and uint32_t: kColumns, select, expand(values, bits, Word* out),
+//     nonzeros(in) -> kColumns bits, compress(in, those bits, out), which may write kOverread elements past what it
+//     packs,
 //   rows_for_tile(m): rows walked together for a tile of m tokens, a divisor of kRowGroup.
 
 #include <bit>
@@ -37,17 +39,36 @@ namespace {
 constexpr int64_t kRowGroup = 4;
 constexpr int64_t kMaxTile = 8;
 
-// Far enough to cover DRAM latency at one core's share of the bandwidth: 100 ns * 20 GB/s = 2 KB.
-constexpr int64_t kPrefetchBytes = 2048;
+// How far to prefetch beyond the row group in use. Covers DRAM latency at one core's share of the bandwidth,
+// 100 ns * 20 GB/s = 2 KB, twice over.
+constexpr int64_t kPrefetchBytes = 4096;
 
 inline int64_t blocks_in(int64_t K) { return (K + kBlockColumns - 1) / kBlockColumns; }
 
-// Touches the lines [p, p + bytes) at the prefetch distance. Past the array's end it does nothing: a prefetch
-// never faults.
-inline void prefetch_ahead(const void* p, int64_t bytes) {
-  const char* ahead = static_cast<const char*>(p) + kPrefetchBytes;
-  for (int64_t line = 0; line < bytes; line += 64) __builtin_prefetch(ahead + line);
-}
+// Runs ahead of a reader through an array and asks for every line once. A prefetch tied to the streams' own
+// positions misses the lines that an uneven row steps over; at 5% such misses a bitmap product took twice as long.
+// Lines go to L2: in L1 they would push out x and the tables. Beyond the array this is harmless: a prefetch never
+// faults.
+class Prefetcher {
+ public:
+  Prefetcher(const void* begin, int64_t group_bytes)
+      : next_(static_cast<const char*>(begin)), ahead_(group_bytes + kPrefetchBytes) {}
+
+  // The reader is about to take `blocks` steps and will then stand at `position`.
+  void plan(const void* position, int64_t blocks) {
+    const int64_t lines = (static_cast<const char*>(position) + ahead_ - next_) / 64;
+    lines_per_block_ = lines > 0 && blocks > 0 ? (lines + blocks - 1) / blocks : 0;
+  }
+
+  void step() {
+    for (int64_t i = 0; i < lines_per_block_; ++i, next_ += 64) __builtin_prefetch(next_, 0, 2);
+  }
+
+ private:
+  const char* next_;
+  int64_t ahead_;
+  int64_t lines_per_block_ = 0;
+};
 
 // The first `bytes` (1 to 8) bytes at p as a little-endian word.
 inline uint64_t load_bits(const uint8_t* p, int64_t bytes) {
@@ -64,8 +85,6 @@ inline uint64_t load_bits(const uint8_t* p) {
   }
   return load_bits(p, 8);
 }
-
-constexpr uint64_t low_bits(int64_t count) { return count == 64 ? ~uint64_t{0} : (uint64_t{1} << count) - 1; }
 
 // --- tokens ---------------------------------------------------------------------------------------------
 
@@ -135,47 +154,62 @@ class BitmapRows {
   };
   using Block = uint64_t;
 
-  explicit BitmapRows(const BitmapMatrix& W)
+  // For rows from row_begin on.
+  BitmapRows(const BitmapMatrix& W, int64_t row_begin)
       : W_(W),
         row_bytes_((W.K + 7) / 8),
+        values_ahead_(values_of(row_begin), W.nnz * static_cast<int64_t>(sizeof(T)) / W.N * kRowGroup),
+        bitmap_ahead_(bits_of(row_begin), row_bytes_ * kRowGroup),
         padded_elements_(W.K + kOverread),
         padded_(static_cast<T*>(
             thread_scratch(Scratch::kRows, static_cast<size_t>(kRowGroup * padded_elements_) * sizeof(T)))) {}
 
   int64_t columns() const { return W_.K; }
 
+  // Rows up to `end` are about to be read, in `blocks` blocks.
+  void plan_prefetch(int64_t end, int64_t blocks) {
+    values_ahead_.plan(values_of(end), blocks);
+    bitmap_ahead_.plan(bits_of(end), blocks);
+    __builtin_prefetch(W_.row_offsets + end + 64);
+  }
+
+  void prefetch_step() {
+    values_ahead_.step();
+    bitmap_ahead_.step();
+  }
+
   Row row(int64_t n, int slot) const {
     const int64_t begin = W_.row_offsets[n];
     const int64_t end = W_.row_offsets[n + 1];
-    const T* values = static_cast<const T*>(W_.values) + begin;
+    const T* values = values_of(n);
     if (end + kOverread > W_.nnz) {
       T* copy = padded_ + slot * padded_elements_;
       if (end > begin) std::memcpy(copy, values, static_cast<size_t>(end - begin) * sizeof(T));
       values = copy;
     }
-    return {W_.bitmap + n * row_bytes_, values};
+    return {bits_of(n), values};
   }
 
-  static Block whole_block(const Row& row, int64_t b) {
-    prefetch_ahead(row.values, kBlockColumns * static_cast<int64_t>(sizeof(T)) / 2);
-    return load_bits(row.bits + b * (kBlockColumns / 8));
-  }
+  static Block whole_block(const Row& row, int64_t b) { return load_bits(row.bits + b * (kBlockColumns / 8)); }
 
   static Block part_block(const Row& row, int64_t b, int64_t columns, T*) {
     return load_bits(row.bits + b * (kBlockColumns / 8), (columns + 7) / 8);
   }
 
-  static void step(Row& row, Block& block, Vec* w) {
-    constexpr int kColumns = Element<T>::kColumns;
-    const uint64_t bits = block & low_bits(kColumns);
-    block >>= kColumns;
+  static void step(Row& row, Block block, int c, Vec* w) {
+    const uint64_t bits = Element<T>::select(block, c);
     Element<T>::expand(row.values, bits, w);
     row.values += std::popcount(bits);
   }
 
  private:
+  const T* values_of(int64_t n) const { return static_cast<const T*>(W_.values) + W_.row_offsets[n]; }
+  const uint8_t* bits_of(int64_t n) const { return W_.bitmap + n * row_bytes_; }
+
   const BitmapMatrix& W_;
   int64_t row_bytes_;
+  Prefetcher values_ahead_;
+  Prefetcher bitmap_ahead_;
   int64_t padded_elements_;
   T* padded_;
 };
@@ -187,17 +221,18 @@ class DenseRows {
   using Row = const T*;
   using Block = const T*;
 
-  explicit DenseRows(const DenseMatrix& W) : W_(W) {}
+  // For rows from row_begin on.
+  DenseRows(const DenseMatrix& W, int64_t row_begin)
+      : W_(W), ahead_(row(row_begin, 0), W.K * static_cast<int64_t>(sizeof(T)) * kRowGroup) {}
 
   int64_t columns() const { return W_.K; }
 
+  void plan_prefetch(int64_t end, int64_t blocks) { ahead_.plan(row(end, 0), blocks); }
+  void prefetch_step() { ahead_.step(); }
+
   Row row(int64_t n, int) const { return static_cast<const T*>(W_.weight) + n * W_.K; }
 
-  static Block whole_block(const Row& row, int64_t b) {
-    const T* block = row + b * kBlockColumns;
-    prefetch_ahead(block, kBlockColumns * static_cast<int64_t>(sizeof(T)));
-    return block;
-  }
+  static Block whole_block(const Row& row, int64_t b) { return row + b * kBlockColumns; }
 
   // `padded` has room for a block.
   static Block part_block(const Row& row, int64_t b, int64_t columns, T* padded) {
@@ -206,13 +241,11 @@ class DenseRows {
     return padded;
   }
 
-  static void step(Row&, Block& block, Vec* w) {
-    Element<T>::dense(block, w);
-    block += Element<T>::kColumns;
-  }
+  static void step(Row&, Block block, int c, Vec* w) { Element<T>::dense(block + c, w); }
 
  private:
   const DenseMatrix& W_;
+  Prefetcher ahead_;
 };
 
 // --- multiply -------------------------------------------------------------------------------------------
@@ -220,14 +253,15 @@ class DenseRows {
 // One block of R rows times a tile of kTokens tokens: 64 columns in steps.
 template <class Source, int R, int kTokens>
 __attribute__((always_inline)) inline void multiply_block(typename Source::Row (&rows)[R],
-                                                          typename Source::Block (&blocks)[R], const float* x,
+                                                          const typename Source::Block (&blocks)[R],
+                                                          const float* x,
                                                           Vec (&sums)[R][kTokens]) {
   using Steps = Element<typename Source::Value>;
 #pragma GCC unroll 8
   for (int c = 0; c < kBlockColumns; c += Steps::kColumns) {
     Vec w[R][Steps::kVecs];
 #pragma GCC unroll 8
-    for (int r = 0; r < R; ++r) Source::step(rows[r], blocks[r], w[r]);
+    for (int r = 0; r < R; ++r) Source::step(rows[r], blocks[r], c, w[r]);
 #pragma GCC unroll 8
     for (int v = 0; v < Steps::kVecs; ++v) {
 #pragma GCC unroll 8
@@ -242,7 +276,7 @@ __attribute__((always_inline)) inline void multiply_block(typename Source::Row (
 
 // Rows [n, n + kRowGroup) that lie below row_end, times the tile of kTokens tokens that starts at m0.
 template <class Source, int kTokens>
-void multiply_group(const Source& source, const LinearCall& call, int64_t N, int64_t m0, int64_t n, int64_t row_end) {
+void multiply_group(Source& source, const LinearCall& call, int64_t N, int64_t m0, int64_t n, int64_t row_end) {
   using T = typename Source::Value;
   constexpr int R = rows_for_tile(kTokens);
   const int64_t K = source.columns();
@@ -252,6 +286,7 @@ void multiply_group(const Source& source, const LinearCall& call, int64_t N, int
     typename Source::Row rows[R];
     // Past the end the last row is computed again and not stored, which spares a second copy of this loop.
     for (int r = 0; r < R; ++r) rows[r] = source.row(n + r < row_end ? n + r : row_end - 1, r);
+    source.plan_prefetch(n + R < row_end ? n + R : row_end, blocks_in(K));
 
     Vec sums[R][kTokens];
     for (int r = 0; r < R; ++r)
@@ -260,6 +295,7 @@ void multiply_group(const Source& source, const LinearCall& call, int64_t N, int
     const float* x = call.x + tile_offset(m0, K);
     typename Source::Block blocks[R];
     for (int64_t b = 0; b < K / kBlockColumns; ++b) {
+      source.prefetch_step();
       for (int r = 0; r < R; ++r) blocks[r] = Source::whole_block(rows[r], b);
       multiply_block<Source, R, kTokens>(rows, blocks, x, sums);
       x += kTokens * kBlockColumns;
@@ -282,7 +318,7 @@ void multiply_group(const Source& source, const LinearCall& call, int64_t N, int
 
 template <class Source, class Matrix>
 void linear_rows(const Matrix& W, const LinearCall& call, int64_t row_begin, int64_t row_end) {
-  const Source source(W);
+  Source source(W, row_begin);
   for (int64_t n = row_begin; n < row_end; n += kRowGroup) {
     // The tiles go inside the rows: a group's weights come from memory once and from L1 for later tiles.
     for (int64_t m = 0; m < call.M; m += kMaxTile) {
@@ -354,21 +390,24 @@ void gather_nonzeros(const Word* dense, int64_t K, const int64_t* row_offsets, W
 template <class Word>
 void unpack(const BitmapMatrix& W, Word* dense, int64_t row_begin, int64_t row_end) {
   using Rows = BitmapRows<Word>;
-  const Rows source(W);
+  Rows source(W, row_begin);
   const int64_t rest = W.K % kBlockColumns;
   const auto expand_block = [](typename Rows::Row& row, uint64_t bits, Word* out) {
-    for (int64_t c = 0; c < kBlockColumns; c += Raw<Word>::kColumns) {
-      const uint64_t step = bits & low_bits(Raw<Word>::kColumns);
+#pragma GCC unroll 8
+    for (int c = 0; c < kBlockColumns; c += Raw<Word>::kColumns) {
+      const uint64_t step = Raw<Word>::select(bits, c);
       Raw<Word>::expand(row.values, step, out + c);
       row.values += std::popcount(step);
-      if constexpr (Raw<Word>::kColumns < 64) bits >>= Raw<Word>::kColumns;
     }
   };
   for (int64_t n = row_begin; n < row_end; ++n) {
     typename Rows::Row row = source.row(n, 0);
     Word* out = dense + n * W.K;
-    for (int64_t b = 0; b < W.K / kBlockColumns; ++b)
+    source.plan_prefetch(n + 1, blocks_in(W.K));
+    for (int64_t b = 0; b < W.K / kBlockColumns; ++b) {
+      source.prefetch_step();
       expand_block(row, Rows::whole_block(row, b), out + b * kBlockColumns);
+    }
     if (rest > 0) {
       Word padded[kBlockColumns];
       expand_block(row, Rows::part_block(row, W.K / kBlockColumns, rest, nullptr), padded);

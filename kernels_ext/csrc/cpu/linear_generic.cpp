@@ -51,6 +51,8 @@ struct Element {
     for (int i = 0; i < kLanes; ++i) v->lane[i] = to_float(p[i]);
   }
 
+  static uint64_t select(uint64_t block, int c) { return block >> c & 0xff; }
+
   static void expand(const T* values, uint64_t bits, Vec* v) {
     for (int i = 0; i < kLanes; ++i) {
       const bool present = bits >> i & 1;
@@ -63,6 +65,8 @@ struct Element {
 template <class Word>
 struct Raw {
   static constexpr int kColumns = 8;
+
+  static uint64_t select(uint64_t block, int c) { return block >> c & 0xff; }
 
   static void expand(const Word* values, uint64_t bits, Word* out) {
     for (int i = 0; i < kColumns; ++i) {

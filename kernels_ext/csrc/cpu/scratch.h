@@ -6,7 +6,7 @@
 namespace kernels {
 
 // What a buffer is for; each purpose has its own, per thread.
-enum class Scratch { kPreparedX, kRows, kCount };
+enum class Scratch { kPreparedX, kRows, kAttention, kAttentionStates, kCount };
 
 // At least `bytes` bytes, 64-byte aligned, private to the calling thread, valid until its next call for the
 // same purpose. Contents are undefined. A worker may use what the thread that called it obtained.

@@ -40,8 +40,7 @@ inline Dtype kernel_dtype(const char* op, const char* name, const Tensor& t) {
     case ScalarType::BFloat16: return Dtype::kBFloat16;
     case ScalarType::Half: return Dtype::kFloat16;
     default:
-      STD_TORCH_CHECK(false, op, ": ", name, " must be float32, bfloat16 or float16, got ",
-                      toString(t.scalar_type()));
+      throw_value_error(op, ": ", name, " must be float32, bfloat16 or float16, got ", toString(t.scalar_type()));
   }
 }
 

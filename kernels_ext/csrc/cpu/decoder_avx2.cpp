@@ -1,0 +1,2 @@
+#define KERNELS_ISA avx2
+#include "decoder_kernels.inl"

@@ -1,0 +1,2 @@
+#define KERNELS_ISA avx512
+#include "decoder_kernels.inl"

@@ -1,0 +1,2 @@
+#define KERNELS_ISA generic
+#include "decoder_kernels.inl"

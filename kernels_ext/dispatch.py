@@ -1,0 +1,239 @@
+"""Which code multiplies a layer's weight: a choice by measured cost, with a reason that can be printed.
+
+`choose` is pure: it looks a layer up in a table of measured times and compares. The table that ships is
+tables/cpu_default.json, written by benchmarks/fit_dispatch.py; run that on your own machine for a table of
+its own. Where a table has nothing near a layer, a rule of thumb decides, and the reason says so.
+
+Backends: for a bitmap-stored weight `bitmap_<isa>`, or `dense`, which decompresses the weight into a scratch
+buffer and calls torch; for a dense-stored weight `dense_<isa>`, this package's small-M kernel, or `dense`,
+torch's own.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from .ops import DTYPES, ISAS, cpu_isa
+
+TABLE_VERSION: Final = 1
+DEFAULT_TABLE: Final = Path(__file__).parent / "tables" / "cpu_default.json"
+FORMATS: Final = ("bitmap", "dense")
+
+# The last M of each bucket; the times of a bucket are measured at it. Above the last all are one bucket.
+BUCKET_ENDS: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+_OVER: Final = f"{BUCKET_ENDS[-1] + 1}+"
+
+# Without a measurement: the largest M for which the kernel that reads each weight once is expected to win.
+# Above it the product is bound by multiply-adds, which torch's blocked kernels do faster.
+RULE_OF_THUMB_MAX_M: Final = {"bitmap": 8, "dense": 4}
+
+# How far a measured shape may be from a layer's: the factor in N times the factor in K, as a power of two.
+_MAX_SHAPE_DISTANCE: Final = 4.0
+_MAX_SPARSITY_DISTANCE: Final = 0.15
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A backend and the sentence that says why."""
+
+    backend: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """Times of one product: this package's kernel against torch's.
+
+    Attributes:
+        isa: the instruction set of the kernel.
+        format: how the weight is stored, one of FORMATS.
+        dtype: "float32", "bfloat16" or "float16".
+        N, K: shape of the weight.
+        sparsity: share of zeros; 0 for a dense-stored weight.
+        bucket: the bucket of M.
+        kernel_seconds: time of bitmap_<isa> or dense_<isa> at the bucket's largest M.
+        dense_seconds: time of the `dense` backend, decompressing included.
+    """
+
+    isa: str
+    format: str
+    dtype: str
+    N: int
+    K: int
+    sparsity: float
+    bucket: str
+    kernel_seconds: float
+    dense_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Measured times, and the instruction set that this process's kernels use.
+
+    Attributes:
+        name: what reasons call it, such as the file's name.
+        isa: one of the names in `kernels_ext.ops.ISAS`; measurements of another are not used.
+        measurements: by (isa, format, dtype, bucket).
+    """
+
+    name: str
+    isa: str
+    measurements: Mapping[tuple[str, str, str, str], tuple[Measurement, ...]]
+
+
+def m_bucket(M: int) -> str:
+    """The bucket of a token count: "1", "2", "3-4", "5-8" and so on by powers of two to "257+".
+
+    M = 0 counts as 1.
+    """
+    first = 1
+    for last in BUCKET_ENDS:
+        if last >= M:
+            return str(last) if first == last else f"{first}-{last}"
+        first = last + 1
+    return _OVER
+
+
+def choose(
+    table: Table,
+    *,
+    device: str,
+    format: str,
+    dtype: torch.dtype | str,
+    N: int,
+    K: int,
+    sparsity: float,
+    M: int,
+) -> Choice:
+    """Choose the backend for ``y[M, N] = x[M, K] @ W[N, K].T``. Depends on M through its bucket alone.
+
+    Args:
+        table: measured times.
+        device: "cpu" or "cuda".
+        format: how W is stored: "bitmap" or "dense".
+        dtype: of the weight.
+        N, K: shape of the weight.
+        sparsity: share of zeros, 0 to 1.
+        M: tokens.
+
+    Raises:
+        ValueError: unknown device or format.
+    """
+    if format not in FORMATS:
+        raise ValueError(f"dispatch: format must be one of {', '.join(FORMATS)}, got {format!r}")
+    if device == "cuda":
+        how = "decompress and call cuBLAS" if format == "bitmap" else "call cuBLAS"
+        return Choice("dense", f"{how}: dispatch has no measured CUDA kernel for {format}-stored weights")
+    if device != "cpu":
+        raise ValueError(f"dispatch: device must be cpu or cuda, got {device!r}")
+
+    dtype_name = str(dtype).removeprefix("torch.")
+    bucket = m_bucket(M)
+    kernel = f"{format}_{table.isa}"
+    near = _nearest(table, format, dtype_name, bucket, N, K, sparsity if format == "bitmap" else 0.0)
+    if near is None:
+        limit = RULE_OF_THUMB_MAX_M[format]
+        wins = limit >= M
+        return Choice(
+            kernel if wins else "dense",
+            f"rule of thumb, {kernel} up to M={limit} and dense above: table {table.name} has nothing near "
+            f"{N}x{K} {dtype_name} at sparsity {sparsity:.2f} and M={bucket} for {table.isa}",
+        )
+    ours, theirs = near.kernel_seconds, near.dense_seconds
+    at = f"{near.N}x{near.K} {dtype_name}"
+    if format == "bitmap":
+        at += f" at sparsity {near.sparsity:.2f}"
+    figures = f"{kernel} {ours * 1e6:.0f} us, dense {theirs * 1e6:.0f} us for M={bucket}, {at}"
+    return Choice(kernel if ours <= theirs else "dense", f"measured: {figures} (table {table.name})")
+
+
+def _nearest(
+    table: Table, format: str, dtype: str, bucket: str, N: int, K: int, sparsity: float
+) -> Measurement | None:
+    def distance(m: Measurement) -> tuple[float, float]:
+        shape = abs(math.log2(max(N, 1) / m.N)) + abs(math.log2(max(K, 1) / m.K))
+        return shape, abs(sparsity - m.sparsity)
+
+    usable = [
+        m
+        for m in table.measurements.get((table.isa, format, dtype, bucket), ())
+        if distance(m)[0] <= _MAX_SHAPE_DISTANCE and distance(m)[1] <= _MAX_SPARSITY_DISTANCE
+    ]
+    return min(usable, key=distance, default=None)
+
+
+@functools.cache
+def default_table() -> Table:
+    """The table that ships, for this machine's instruction set."""
+    return load_table(DEFAULT_TABLE)
+
+
+def load_table(path: Path, isa: str | None = None) -> Table:
+    """Read a table that benchmarks/fit_dispatch.py wrote.
+
+    Args:
+        path: a JSON file.
+        isa: choose for this instruction set; None for this machine's.
+
+    Raises:
+        ValueError: the file is not a valid table; the message says where and why.
+        OSError: the file cannot be read.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{path}: not JSON: {error}") from error
+    return parse_table(content, name=path.stem, isa=isa or cpu_isa())
+
+
+def parse_table(content: Any, *, name: str, isa: str) -> Table:
+    """Validate a table's decoded JSON.
+
+    Raises:
+        ValueError: a member is missing, unknown or out of range; the message names it.
+    """
+    if not isinstance(content, dict) or content.get("version") != TABLE_VERSION:
+        got = content.get("version") if isinstance(content, dict) else type(content).__name__
+        raise ValueError(f"table {name}: expected an object with version {TABLE_VERSION}, got {got!r}")
+    entries = content.get("measurements")
+    if not isinstance(entries, list):
+        raise ValueError(f"table {name}: measurements must be a list, got {type(entries).__name__}")
+    grouped: dict[tuple[str, str, str, str], list[Measurement]] = {}
+    for index, entry in enumerate(entries):
+        m = _parse_measurement(f"table {name}: measurements[{index}]", entry)
+        grouped.setdefault((m.isa, m.format, m.dtype, m.bucket), []).append(m)
+    return Table(name, isa, {key: tuple(group) for key, group in grouped.items()})
+
+
+def _parse_measurement(where: str, entry: Any) -> Measurement:
+    names = Measurement.__dataclass_fields__.keys()
+    if not isinstance(entry, dict) or entry.keys() != names:
+        got = sorted(entry) if isinstance(entry, dict) else type(entry).__name__
+        raise ValueError(f"{where}: expected the members {sorted(names)}, got {got}")
+    buckets = {m_bucket(end) for end in BUCKET_ENDS} | {_OVER}
+    for member, allowed in (
+        ("isa", ISAS.keys()),
+        ("format", FORMATS),
+        ("dtype", [str(d).removeprefix("torch.") for d in DTYPES]),
+        ("bucket", buckets),
+    ):
+        if entry[member] not in allowed:
+            raise ValueError(f"{where}: {member} must be one of {sorted(allowed)}, got {entry[member]!r}")
+    for member in ("N", "K"):
+        if type(entry[member]) is not int or entry[member] < 1:
+            raise ValueError(f"{where}: {member} must be an integer of at least 1, got {entry[member]!r}")
+    for member in ("kernel_seconds", "dense_seconds", "sparsity"):
+        value = entry[member]
+        if type(value) not in (int, float) or not math.isfinite(value) or value < 0:
+            raise ValueError(f"{where}: {member} must be a finite number of at least 0, got {value!r}")
+    if entry["sparsity"] > 1:
+        raise ValueError(f"{where}: sparsity must be at most 1, got {entry['sparsity']!r}")
+    return Measurement(**entry)

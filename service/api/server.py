@@ -1,0 +1,236 @@
+"""`lacunar serve`: the engine's start, the socket, signals, the drain and the exit status."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any
+
+import uvicorn
+import uvloop
+
+from service.engine.client import EngineClient
+from service.engine.protocol import LoadProgress
+from service.errors import SettingsError
+from service.gpu_monitor import start_gpu_monitor
+from service.metrics import Metrics
+from service.settings import Settings
+from service.tokenization import Tokenizer
+
+from .app import create_app
+from .context import ServerContext
+from .defaults import load_defaults
+
+logger = logging.getLogger("lacunar")
+
+EXIT_OK = 0
+EXIT_ENGINE_DIED = 1
+
+# After the engine's death open requests get this long to read their errors; after a drain that ran out of
+# time, this long to be cut off.
+_FAREWELL_SECONDS = 2
+
+
+class _Server(uvicorn.Server):
+    """uvicorn without its signal handlers, which would close streams at once and re-raise the signal."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.listening = asyncio.Event()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leaves the signals to `serve`."""
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """As uvicorn's; tells when it is done."""
+        await super().startup(sockets)
+        self.listening.set()
+
+
+async def serve(
+    settings: Settings,
+    *,
+    on_progress: Callable[[LoadProgress], None] | None = None,
+    on_ready: Callable[[str], None] | None = None,
+) -> int:
+    """Run a server until SIGTERM or SIGINT, or until its engine dies; returns the exit status.
+
+    Args:
+        settings: how to run.
+        on_progress: told of the engine's progress while it loads the model.
+        on_ready: told the server's address when it takes requests.
+
+    Raises:
+        StartupError: the port is taken, or the engine or the tokenizer cannot be loaded.
+    """
+    loop = asyncio.get_running_loop()
+    stop = asyncio.Event()
+    hurry = asyncio.Event()
+
+    def on_signal(number: signal.Signals) -> None:
+        if stop.is_set():
+            logger.warning("%s again: not waiting for open requests", number.name)
+            hurry.set()
+        else:
+            logger.info("%s: stopping", number.name)
+            stop.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal, number)
+    # Bound now so that a taken port is told at once, not after minutes of loading; nobody can connect
+    # before uvicorn listens.
+    listener = bind(settings.host, settings.port)
+    try:
+        starting = asyncio.ensure_future(_start(settings, on_progress))
+        stopped = asyncio.ensure_future(stop.wait())
+        await asyncio.wait({starting, stopped}, return_when=asyncio.FIRST_COMPLETED)
+        stopped.cancel()
+        if not starting.done():
+            starting.cancel()
+            await asyncio.gather(starting, return_exceptions=True)
+            return EXIT_OK
+        context = await starting
+    except BaseException:
+        listener.close()
+        raise
+    monitor = start_gpu_monitor(context.metrics, settings.gpu_sample_seconds)
+    try:
+        return await serve_context(context, listener, stop=stop, hurry=hurry, on_ready=on_ready)
+    finally:
+        if monitor is not None:
+            monitor.stop()
+        await context.engine.stop()
+
+
+async def _start(settings: Settings, on_progress: Callable[[LoadProgress], None] | None) -> ServerContext:
+    # The tokenizer first: it takes a second, and a broken one should not cost the loading of the model.
+    tokenizer = await asyncio.to_thread(Tokenizer.load, settings.model)
+    defaults = load_defaults(settings.model)
+    engine = await EngineClient.start(settings.engine_config(), on_progress=on_progress)
+    return ServerContext(
+        engine=engine, tokenizer=tokenizer, settings=settings, metrics=Metrics(), defaults=defaults
+    )
+
+
+async def serve_context(
+    context: ServerContext,
+    listener: socket.socket,
+    *,
+    stop: asyncio.Event,
+    hurry: asyncio.Event,
+    on_ready: Callable[[str], None] | None = None,
+) -> int:
+    """Serve a started engine on a bound socket; returns the exit status.
+
+    Args:
+        stop: when set, the server drains and ends.
+        hurry: when set, the drain waits no longer.
+        on_ready: told the server's address when it listens.
+    """
+    settings = context.settings
+    server = _Server(
+        uvicorn.Config(
+            create_app(context),
+            http="httptools",
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            timeout_keep_alive=settings.keep_alive_seconds,
+            timeout_graceful_shutdown=_FAREWELL_SECONDS,
+        )
+    )
+    serving = asyncio.ensure_future(server.serve(sockets=[listener]))
+    stopped = asyncio.ensure_future(stop.wait())
+    died = asyncio.ensure_future(context.engine.died.wait())
+    try:
+        await server.listening.wait()
+        address = _address(listener)
+        logger.info("serving %s on %s", context.model_name, address)
+        if on_ready is not None:
+            on_ready(address)
+        await asyncio.wait({serving, stopped, died}, return_when=asyncio.FIRST_COMPLETED)
+        if serving.done():
+            await serving  # raises what ended it
+        elif died.done():
+            logger.error("%s; exiting for a restart", context.engine.failure)
+            await _until(context.wait_until_idle(), _FAREWELL_SECONDS)
+        else:
+            await _drain(context, hurry)
+        server.should_exit = True
+        await serving
+    finally:
+        for future in (serving, stopped, died):
+            future.cancel()
+        await asyncio.gather(serving, stopped, died, return_exceptions=True)
+    return EXIT_ENGINE_DIED if context.engine.died.is_set() else EXIT_OK
+
+
+async def _drain(context: ServerContext, hurry: asyncio.Event) -> None:
+    """Take nothing new, let open requests finish within `drain_seconds`, then end the rest with an error."""
+    context.draining = True
+    logger.info("%d requests open, waiting up to %g s", context.requests_open, context.settings.drain_seconds)
+    idle = asyncio.ensure_future(context.wait_until_idle())
+    hurried = asyncio.ensure_future(hurry.wait())
+    died = asyncio.ensure_future(context.engine.died.wait())
+    await asyncio.wait(
+        {idle, hurried, died},
+        timeout=context.settings.drain_seconds,
+        return_when=asyncio.FIRST_COMPLETED,
+    )
+    if not idle.done():
+        logger.warning("%d requests did not finish in time and get an error", context.requests_open)
+        await context.engine.stop()
+        await _until(context.wait_until_idle(), _FAREWELL_SECONDS)
+    for future in (idle, hurried, died):
+        future.cancel()
+
+
+async def _until(condition: Coroutine[Any, Any, None], timeout_seconds: float) -> None:
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(condition, timeout_seconds)
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A socket bound to the address, not yet listening. Raises SettingsError."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise SettingsError(f"cannot listen on {host}: {error.strerror}", param="host") from error
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as error:
+        listener.close()
+        raise SettingsError(
+            f"cannot listen on {host} port {port}: {error.strerror}. Choose another with --port", param="port"
+        ) from error
+    listener.setblocking(False)
+    return listener
+
+
+def _address(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def run_server(
+    settings: Settings,
+    *,
+    on_progress: Callable[[LoadProgress], None] | None = None,
+    on_ready: Callable[[str], None] | None = None,
+) -> int:
+    """`serve` in an event loop of its own (uvloop); see there."""
+    work = serve(settings, on_progress=on_progress, on_ready=on_ready)
+    return uvloop.run(work)

