@@ -23,7 +23,9 @@ def to_gpu(w: kernels_ext.BitmapWeight) -> kernels_ext.BitmapWeight:
 def test_unpacks_every_bit(N: int, K: int, sparsity: float, dtype: torch.dtype) -> None:
     """K on both sides of a byte and of a block's 2048 columns; NaN, Inf and -0.0 are values like others."""
     dense = torch.randn(N, K) * (torch.rand(N, K) >= sparsity)
-    dense.view(-1)[::5] = torch.tensor([float("nan"), float("inf"), -0.0, 1e-6]).repeat(N * K)[: len(range(0, N * K, 5))]
+    dense.view(-1)[::5] = torch.tensor([float("nan"), float("inf"), -0.0, 1e-6]).repeat(N * K)[
+        : len(range(0, N * K, 5))
+    ]
     dense = dense.to(dtype)
     weight = to_gpu(kernels_ext.bitmap_pack(dense))
     out = torch.full((N, K), 7.0, dtype=dtype, device="cuda")
@@ -48,5 +50,6 @@ def test_opcheck() -> None:
     weight = to_gpu(kernels_ext.bitmap_pack(torch.randn(4, 64)))
     out = torch.empty(4, 64, device="cuda")
     torch.library.opcheck(
-        torch.ops.kernels_ext.bitmap_unpack_into.default, (out, weight.bitmap, weight.values, weight.row_offsets)
+        torch.ops.kernels_ext.bitmap_unpack_into.default,
+        (out, weight.bitmap, weight.values, weight.row_offsets),
     )

@@ -71,7 +71,7 @@ def assert_product(y: Tensor, x: Tensor, w: Tensor, bias: Tensor | None = None, 
 
 
 def plans(N: int, K: int) -> list[LaneStreamPlan]:
-    """Plans of every kind that fit: either group width, one slice and several, every lookahead, few warps and many."""
+    """Either group width, one slice and several, every lookahead, few warps and many; those that fit."""
     out = []
     for group_tiles, k_slices, blocks, warps, lookahead in (
         (2, 1, 1, 1, 1),
@@ -157,7 +157,7 @@ def test_linear_of_a_crowded_matrix(N: int, K: int, M: int, dtype: torch.dtype) 
 @pytest.mark.parametrize(("N", "K"), [(4096, 4096), (4096, 14336), (8192, 8192)])
 @pytest.mark.parametrize("M", [1, 16])
 def test_linear_of_a_real_layer(N: int, K: int, M: int) -> None:
-    """The plans that choose_plan makes for layers that fill the device."""
+    """The plans that the model picks for layers that fill the device."""
     w = pruned(N, K, 0.5, torch.float16)
     x = activations(M, K, torch.float16)
     weight = lane_stream.lane_stream_pack(w)
@@ -219,7 +219,9 @@ def test_rows_do_not_depend_on_their_neighbours() -> None:
 
 def test_a_chain_in_a_cuda_graph() -> None:
     """Launches that overlap, share one workspace and depend on each other, replayed on new input."""
-    weights = [lane_stream.lane_stream_pack(pruned(2048, 2048, 0.5, torch.bfloat16, seed=s)) for s in range(4)]
+    weights = [
+        lane_stream.lane_stream_pack(pruned(2048, 2048, 0.5, torch.bfloat16, seed=s)) for s in range(4)
+    ]
     workspace = lane_stream.lane_stream_workspace(*weights)
     x = activations(4, 2048, torch.bfloat16).clone()
 
