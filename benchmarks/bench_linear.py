@@ -2,12 +2,12 @@
 
     python benchmarks/bench_linear.py --out benchmarks/results/NAME.json
 
-Method: every backend is a CUDA graph of many launches that rotates weights, activations and outputs over far
-more memory than L2 holds. All backends of a case are timed in one process in interleaved rounds, in alternating
-order; the figure is the median round. cuBLAS runs on the dense weights and on the pruned ones (a power-limited
-chip multiplies zeros faster). NVML's SM clock, power and clock-event reasons are sampled in every round; nothing
-here changes the card's settings. Data is Gaussian. Each result is compared with float64 and may be at most twice
-as wrong as the dense matmul.
+Method: every backend is a CUDA graph of many launches that rotates weights, activations and outputs over
+far more memory than L2 holds. All backends of a case are timed in one process in interleaved rounds, in
+alternating order; the figure is the median round. cuBLAS runs on the dense weights and on the pruned ones (a
+power-limited chip multiplies zeros faster). NVML's SM clock, power and clock-event reasons are sampled in
+every round; nothing here changes the card's settings. Data is Gaussian. Each result is compared with float64
+and may be at most twice as wrong as the dense matmul.
 
 Roofline: the fewest bytes that the bitmap form can take, 1/8 for an element and 2 for a non-zero, read at the
 rate of --read-bytes-per-second; the default was measured on an H200 with bulk copies of 2 GB.

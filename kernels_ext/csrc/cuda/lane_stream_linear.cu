@@ -85,43 +85,29 @@ __device__ void load_x(const LinearArguments& arguments, int64_t first_column, i
   __syncthreads();
 }
 
-// Adds a warp's sums of one strip to y: at once if no other stream holds groups of the strip, else through the
-// workspace. Leaves `sums` undefined.
-template <typename T, int kTokenTiles>
-__device__ void finish_strip(const LinearArguments& arguments, int64_t strip, int parts, int part,
-                             float (&sums)[2][kTokenTiles][4], int lane) {
+// Where in the workspace a lane's fragments of a strip's parts lie.
+template <int kTokenTiles>
+__device__ float4* strip_partials(const LinearArguments& arguments, int strip, int lane) {
+  return arguments.partials + static_cast<int64_t>(strip) * arguments.strip_parts * (2 * kTokenTiles * 32) + lane;
+}
+
+// Leaves a warp's sums of a strip in the workspace, to be counted by combine_parts.
+template <int kTokenTiles>
+__device__ void store_part(const LinearArguments& arguments, int strip, int part,
+                           const float (&sums)[2][kTokenTiles][4], int lane) {
   constexpr int kFragments = 2 * kTokenTiles;
-  if (parts > 1) {
-    float4* strip_partials = arguments.partials + strip * arguments.strip_parts * (kFragments * 32) + lane;
+  float4* partials = strip_partials<kTokenTiles>(arguments, strip, lane);
 #pragma unroll
-    for (int f = 0; f < kFragments; ++f) {
-      const float* s = sums[f / kTokenTiles][f % kTokenTiles];
-      __stcg(strip_partials + (part * kFragments + f) * 32, make_float4(s[0], s[1], s[2], s[3]));
-    }
-    __syncwarp();
-    int arrived = 0;
-    if (lane == 0) arrived = ptx::atomic_increment_acq_rel(arguments.arrivals + strip);
-    arrived = __shfl_sync(~0u, arrived, 0);
-    if (arrived != parts - 1) return;
-    if (lane == 0) arguments.arrivals[strip] = 0;
-#pragma unroll
-    for (int f = 0; f < kFragments; ++f) {
-      float* s = sums[f / kTokenTiles][f % kTokenTiles];
-      s[0] = s[1] = s[2] = s[3] = 0.f;
-    }
-#pragma unroll(kTokenTiles == 1 ? 8 : 4)  // loads in flight together
-    for (int p = 0; p < parts; ++p) {
-#pragma unroll
-      for (int f = 0; f < kFragments; ++f) {
-        const float4 v = __ldcg(strip_partials + (p * kFragments + f) * 32);
-        float* s = sums[f / kTokenTiles][f % kTokenTiles];
-        s[0] += v.x;
-        s[1] += v.y;
-        s[2] += v.z;
-        s[3] += v.w;
-      }
-    }
+  for (int f = 0; f < kFragments; ++f) {
+    const float* s = sums[f / kTokenTiles][f % kTokenTiles];
+    __stcg(partials + (part * kFragments + f) * 32, make_float4(s[0], s[1], s[2], s[3]));
   }
+}
+
+// Writes the finished sums of a strip to y.
+template <typename T, int kTokenTiles>
+__device__ void store_strip(const LinearArguments& arguments, int strip, const float (&sums)[2][kTokenTiles][4],
+                            int lane) {
   const int64_t N = arguments.plan.N;
   const T* bias = static_cast<const T*>(arguments.bias);
   T* y = static_cast<T*>(arguments.y);
@@ -129,7 +115,7 @@ __device__ void finish_strip(const LinearArguments& arguments, int64_t strip, in
   for (int half = 0; half < 2; ++half) {
 #pragma unroll
     for (int upper = 0; upper < 2; ++upper) {
-      const int64_t row = strip * kStripRows + half * 16 + upper * 8 + lane / 4;
+      const int64_t row = static_cast<int64_t>(strip) * kStripRows + half * 16 + upper * 8 + lane / 4;
       if (row >= N) continue;
       const float offset = bias ? to_float(bias[row]) : 0.f;
 #pragma unroll
@@ -142,6 +128,34 @@ __device__ void finish_strip(const LinearArguments& arguments, int64_t strip, in
       }
     }
   }
+}
+
+// Counts this warp's part of a strip as stored. The warp that stored the last one adds all parts, in their order,
+// and writes y.
+template <typename T, int kTokenTiles>
+__device__ void combine_parts(const LinearArguments& arguments, int strip, int parts, int lane) {
+  constexpr int kFragments = 2 * kTokenTiles;
+  __syncwarp();
+  int arrived = 0;
+  if (lane == 0) arrived = ptx::atomic_increment_acq_rel(arguments.arrivals + strip);
+  arrived = __shfl_sync(~0u, arrived, 0);
+  if (arrived != parts - 1) return;
+  if (lane == 0) arguments.arrivals[strip] = 0;
+  float sums[2][kTokenTiles][4] = {};
+  const float4* partials = strip_partials<kTokenTiles>(arguments, strip, lane);
+#pragma unroll(kTokenTiles == 1 ? 8 : 4)  // loads in flight together
+  for (int p = 0; p < parts; ++p) {
+#pragma unroll
+    for (int f = 0; f < kFragments; ++f) {
+      const float4 v = __ldcg(partials + (p * kFragments + f) * 32);
+      float* s = sums[f / kTokenTiles][f % kTokenTiles];
+      s[0] += v.x;
+      s[1] += v.y;
+      s[2] += v.z;
+      s[3] += v.w;
+    }
+  }
+  store_strip<T, kTokenTiles>(arguments, strip, sums, lane);
 }
 
 #endif
@@ -177,9 +191,16 @@ __global__ void __launch_bounds__(kMaxWarps * 32, 1)
   int strip = first_strip;
   int group_in_strip = static_cast<int>(stream.first_group) % groups_per_slice;
   const uint32_t x_lane = x_shared + static_cast<uint32_t>(lane) * 16;
+  // A strip whose part is stored but not counted yet, and its parts. Counting waits until the next group's refill is
+  // on its way: the fence in it waits for the stores, and the ring would run dry meanwhile.
+  int stored_strip = 0, stored_parts = 0;
   while (reader.group < reader.group_count) {
     GroupMasks<kTiles> masks;
     reader.next_group(masks, lane);
+    if (stored_parts > 0) {
+      combine_parts<T, kTokenTiles>(arguments, stored_strip, stored_parts, lane);
+      stored_parts = 0;
+    }
     const uint32_t x_group = x_lane + static_cast<uint32_t>(group_in_strip * (kTiles * 2 * kTokenTiles * 512));
 #pragma unroll
     for (int tile = 0; tile < kTiles; ++tile) {
@@ -218,8 +239,14 @@ __global__ void __launch_bounds__(kMaxWarps * 32, 1)
                                  : reader.group == reader.group_count ? stream.last_parts
                                                                       : 1;
       const int part_in_slice = strip == first_strip ? stream.first_part : 0;
-      finish_strip<T, kTokenTiles>(arguments, strip, plan.k_slices * parts_in_slice,
-                                   slice * parts_in_slice + part_in_slice, sums, lane);
+      const int parts = plan.k_slices * parts_in_slice;
+      if (parts == 1) {
+        store_strip<T, kTokenTiles>(arguments, strip, sums, lane);
+      } else {
+        store_part<kTokenTiles>(arguments, strip, slice * parts_in_slice + part_in_slice, sums, lane);
+        stored_strip = strip;
+        stored_parts = parts;
+      }
 #pragma unroll
       for (int f = 0; f < 2 * kTokenTiles; ++f) {
         float* s = sums[f / kTokenTiles][f % kTokenTiles];
@@ -229,6 +256,7 @@ __global__ void __launch_bounds__(kMaxWarps * 32, 1)
       ++strip;
     }
   }
+  if (stored_parts > 0) combine_parts<T, kTokenTiles>(arguments, stored_strip, stored_parts, lane);
 #else
   __trap();  // launch_lane_stream_linear refuses such a device
 #endif
