@@ -20,8 +20,8 @@ except ModuleNotFoundError as error:
     ) from error
 
 from .build_info import BuildInfo, build_info, load_cuda_kernels
+from .formats.lane_stream import LaneStreamPlan
 from .lane_stream import (
-    LaneStreamPlan,
     LaneStreamUnavailable,
     LaneStreamWeight,
     lane_stream_linear,

@@ -6,8 +6,9 @@ need CUDA kernels in the build and a GPU of compute capability 9.0 or newer (pac
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Any, Final, TypeVar
 
 import torch
 from torch import Tensor
@@ -140,7 +141,8 @@ class DeviceShape:
     @staticmethod
     def of(device: torch.device) -> DeviceShape:
         """Read it off a device."""
-        properties = torch.cuda.get_device_properties(device)
+        # torch's stubs do not know shared_memory_per_block_optin.
+        properties: Any = torch.cuda.get_device_properties(device)
         return DeviceShape(
             multiprocessors=properties.multi_processor_count,
             shared_bytes_per_block=properties.shared_memory_per_block_optin,
@@ -471,29 +473,38 @@ def lane_stream_linear(
 # --- fake kernels: shapes and dtypes alone, for torch.compile -----------------------------------------------
 
 
+_Fake = TypeVar("_Fake", bound=Callable[..., object])
+
+
+def _register_fake(op: str) -> Callable[[_Fake], _Fake]:
+    """torch.library.register_fake, with the type that it lacks."""
+    register: Callable[[_Fake], _Fake] = torch.library.register_fake(f"kernels_ext::{op}")
+    return register
+
+
 def _plan_of(numbers: list[int]) -> LaneStreamPlan:
     names = LaneStreamPlan.__slots__
     return LaneStreamPlan(**dict(zip(names, numbers, strict=True)))
 
 
-@torch.library.register_fake("kernels_ext::lane_stream_measure")
+@_register_fake("lane_stream_measure")
 def _(dense: Tensor, plan: list[int]) -> tuple[Tensor, Tensor]:
     made = _plan_of(plan)
     shape = (made.streams, made.max_groups_per_stream)
     return dense.new_empty(shape, dtype=torch.int32), dense.new_empty(shape, dtype=torch.int32)
 
 
-@torch.library.register_fake("kernels_ext::lane_stream_encode")
+@_register_fake("lane_stream_encode")
 def _(dense: Tensor, group_rows: Tensor, lines: Tensor, data_bytes: int, plan: list[int]) -> Tensor:
     return dense.new_empty((data_bytes,), dtype=torch.uint8)
 
 
-@torch.library.register_fake("kernels_ext::lane_stream_unpack_into")
+@_register_fake("lane_stream_unpack_into")
 def _(dense: Tensor, data: Tensor, descriptors: Tensor, plan: list[int]) -> None:
     return None
 
 
-@torch.library.register_fake("kernels_ext::lane_stream_linear")
+@_register_fake("lane_stream_linear")
 def _(
     x: Tensor,
     data: Tensor,
