@@ -4,8 +4,9 @@
     python benchmarks/fit_dispatch.py --isa avx2 --out t.json
 
 For each dtype, shape and bucket of M it times the package's kernel against torch's F.linear on the same
-weight, in turn, and keeps each one's lower quartile: other load on the machine only adds time. Once the
-kernel takes GIVE_UP times as long as torch, larger M are left to the rule of thumb, which says the same.
+weight, in turn, and keeps each one's lowest tenth: other load on the machine only adds time. Once the kernel
+takes GIVE_UP times as long as torch, larger M are left to the rule of thumb, which says the same.
+On a machine that is busy with other work, --threads 1 keeps threads from waiting for each other.
 Weights are rotated over more bytes than the caches hold, so they come from memory as they do in a model.
 --isa also holds torch to that instruction set, so that a table for a lesser machine compares like with like.
 --merge keeps the measurements of other instruction sets that the file already holds.
@@ -24,9 +25,8 @@ from functools import partial
 from pathlib import Path
 
 # Decoder layers from SmolLM2-135M to 7B: qkv, o, gate_up, down.
-SHAPES = [(576, 576), (3072, 576), (576, 1536), (2048, 2048), (4096, 4096)]
+SHAPES = [(576, 576), (3072, 576), (576, 1536), (4096, 4096)]
 SPARSITIES = [0.3, 0.5, 0.7]
-COLD_BYTES = 96 * 2**20
 GIVE_UP = 3.0
 TABLE = Path(__file__).parents[1] / "kernels_ext" / "tables" / "cpu_default.json"
 
@@ -40,22 +40,27 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--merge", action="store_true", help="keep other instruction sets' measurements")
     parser.add_argument("--threads", type=int, help="torch threads; default: torch's own choice")
     parser.add_argument("--seconds", type=float, default=0.15, help="time for each pair of backends")
+    parser.add_argument("--cold-bytes", type=int, default=256 * 2**20, help="weights to rotate over")
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32", "float16"])
     return parser.parse_args()
 
 
-def lower_quartiles(functions: list[Callable[[int], object]], rotate: int, seconds: float) -> list[float]:
-    """Time the functions in turn; each is called with the number of the weight to use."""
+def lowest_tenths(functions: list[Callable[[int], object]], rotate: int, seconds: float) -> list[float]:
+    """Time the functions in turn; each is called with the number of the weight to use.
+
+    They are half a rotation apart, so that none finds in a cache what another has just read.
+    """
     times: list[list[float]] = [[] for _ in functions]
     end = time.perf_counter() + seconds * len(functions)
     turn = 0
     while turn < 5 or time.perf_counter() < end:
-        for function, kept in zip(functions, times, strict=True):
+        for position, (function, kept) in enumerate(zip(functions, times, strict=True)):
+            weight = (turn + position * rotate // len(functions)) % rotate
             start = time.perf_counter()
-            function(turn % rotate)
+            function(weight)
             kept.append(time.perf_counter() - start)
         turn += 1
-    return [sorted(kept)[len(kept) // 4] for kept in times]
+    return [sorted(kept)[len(kept) // 10] for kept in times]
 
 
 def main() -> None:
@@ -90,7 +95,7 @@ def main() -> None:
         return F.linear(x, kernels_ext.bitmap_unpack(weights[i], out=scratch, isa=isa))
 
     def measure(format: str, N: int, K: int, dtype: torch.dtype, sparsity: float) -> None:
-        rotate = max(2, COLD_BYTES // (N * K * dtype.itemsize))
+        rotate = max(2, arguments.cold_bytes // (N * K * dtype.itemsize))
         weight = torch.randn(N, K, generator=generator).to(dtype)
         weight.masked_fill_(torch.rand(N, K, generator=generator) < sparsity, 0.0)
         weights: list[Tensor] | list[BitmapWeight]
@@ -102,7 +107,7 @@ def main() -> None:
             kernel, torch_linear = bitmap_kernel, partial(bitmap_torch, torch.empty_like(weight))
         for M in (*BUCKET_ENDS, 2 * BUCKET_ENDS[-1]):
             x = torch.randn(M, K, generator=generator).to(dtype)
-            ours, theirs = lower_quartiles(
+            ours, theirs = lowest_tenths(
                 [partial(kernel, x, weights), partial(torch_linear, x, weights)], rotate, arguments.seconds
             )
             measurements.append(

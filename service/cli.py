@@ -44,6 +44,7 @@ app.add_typer(bench, name="bench")
 ModelArgument = Annotated[
     Path, typer.Argument(metavar="MODEL", help="Model directory: config.json, safetensors and tokenizer.")
 ]
+_REASONS_SHOWN = 4
 _NETWORK, _ENGINE, _OPERATION = "Network", "Engine", "Operation"
 
 
@@ -235,8 +236,10 @@ def prune(
     from service.pruning.progress import shown_progress
     from service.pruning.prune import PruneOptions
     from service.pruning.prune import prune as run
+    from service.pruning.report import PerplexityOptions, quality_report
 
     chosen = {} if calibration_text is None else {"text": calibration_text}
+    quality = None
     try:
         options = PruneOptions(
             method=method,  # type: ignore[arg-type]  # PruneOptions refuses unknown names itself
@@ -250,12 +253,16 @@ def prune(
         )
         with shown_progress() as progress:
             done = run(model, out, options, progress)
+            if report:
+                quality = quality_report(model, out, done, PerplexityOptions(device=device), progress)
     except (ValueError, FileExistsError) as error:
         _fail(str(error), EXIT_USAGE)
     typer.echo(
         f"{out}: {len(done.layers)} linears at sparsity {done.sparsity:.3f}, {_megabytes(done.stored_bytes)} "
         f"stored for {_megabytes(done.dense_bytes)} dense ({done.stored_bytes / done.dense_bytes:.2f}x)"
     )
+    if quality is not None:
+        typer.echo(quality.table())
 
 
 @app.command(epilog="Example: `lacunar inspect ./pruned --json | jq '.layers[0]'`")
@@ -415,13 +422,26 @@ def _print_inspection(inspection: Inspection) -> None:
         highlight=False,
         soft_wrap=True,
     )
-    for reason in sorted({layer.reason for layer in inspection.layers if layer.reason}):
+    reasons = sorted({layer.reason for layer in inspection.layers if layer.reason})
+    for reason in reasons[:_REASONS_SHOWN]:
         console.print(f"  {reason}", highlight=False, soft_wrap=True)
+    if len(reasons) > _REASONS_SHOWN:
+        console.print(f"  and {len(reasons) - _REASONS_SHOWN} more such reasons; --json has them all")
 
 
 def _by_backend(backends: dict[str, str]) -> str:
-    """`bitmap_avx2: 1, 2-4; dense: 65+`: which backend serves which numbers of tokens."""
-    by_backend: dict[str, list[str]] = {}
+    """`bitmap_avx2: 1-8, dense: 9+`: which backend serves which numbers of tokens. Buckets come in order."""
+    runs: list[tuple[str, str, str]] = []
     for bucket, backend in backends.items():
-        by_backend.setdefault(backend, []).append(bucket)
-    return "; ".join(f"{backend}: {', '.join(buckets)}" for backend, buckets in by_backend.items())
+        first = runs[-1][1] if runs and runs[-1][0] == backend else bucket.rstrip("+").partition("-")[0]
+        if runs and runs[-1][0] == backend:
+            runs.pop()
+        runs.append((backend, first, bucket))
+    return ", ".join(f"{backend}: {_span(first, last)}" for backend, first, last in runs)
+
+
+def _span(first: str, last: str) -> str:
+    if last.endswith("+"):
+        return f"{first}+"
+    end = last.rpartition("-")[2]
+    return first if end == first else f"{first}-{end}"

@@ -73,7 +73,7 @@ class Metrics:
             "status",
         )
         self.rejections = self._counter(
-            "lacunar_rejections_total", "Completion requests that were not accepted, by reason.", "reason"
+            "lacunar_rejections_total", "Requests that were not accepted, by reason.", "reason"
         )
         self.sequences_finished = self._counter(
             "lacunar_sequences_finished_total",
@@ -183,7 +183,7 @@ class Metrics:
             "The running program; the value is always 1.",
             "version",
             "python_version",
-            "kernels",
+            "build",
         )
 
         for endpoint in ENDPOINTS:
@@ -219,8 +219,8 @@ class Metrics:
         self.model_info.labels(
             info.model_name, info.architecture, info.implementation, info.device, info.dtype
         ).set(1)
-        kernels = " ".join(f"{key}={value}" for key, value in sorted(info.build.items()))
-        self.build_info.labels(__version__, platform.python_version(), kernels).set(1)
+        build = " ".join(f"{key}={value}" for key, value in sorted(info.build.items()))
+        self.build_info.labels(__version__, platform.python_version(), build).set(1)
         for name in sorted({layer.format for layer in info.layers}):
             layers = [layer for layer in info.layers if layer.format == name]
             elements = sum(layer.N * layer.K for layer in layers)

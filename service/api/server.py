@@ -48,8 +48,14 @@ class _Server(uvicorn.Server):
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """As uvicorn's; tells when it is done."""
-        await super().startup(sockets)
+        """As uvicorn's; tells when it is done. Raises SettingsError when the socket cannot listen."""
+        try:
+            await super().startup(sockets)
+        except OSError as error:
+            # Two sockets may be bound to one port as long as neither listens.
+            raise SettingsError(
+                f"cannot listen: {error.strerror}. Choose another port", param="port"
+            ) from error
         self.listening.set()
 
 
@@ -94,6 +100,7 @@ async def serve(
         if not starting.done():
             starting.cancel()
             await asyncio.gather(starting, return_exceptions=True)
+            listener.close()
             return EXIT_OK
         context = await starting
     except BaseException:
@@ -151,8 +158,11 @@ async def serve_context(
     serving = asyncio.ensure_future(server.serve(sockets=[listener]))
     stopped = asyncio.ensure_future(stop.wait())
     died = asyncio.ensure_future(context.engine.died.wait())
+    listening = asyncio.ensure_future(server.listening.wait())
     try:
-        await server.listening.wait()
+        await asyncio.wait({serving, listening}, return_when=asyncio.FIRST_COMPLETED)
+        if not server.listening.is_set():
+            await serving  # raises what ended it
         address = _address(listener)
         logger.info("serving %s on %s", context.model_name, address)
         if on_ready is not None:
@@ -168,9 +178,9 @@ async def serve_context(
         server.should_exit = True
         await serving
     finally:
-        for future in (serving, stopped, died):
+        for future in (serving, listening, stopped, died):
             future.cancel()
-        await asyncio.gather(serving, stopped, died, return_exceptions=True)
+        await asyncio.gather(serving, listening, stopped, died, return_exceptions=True)
     return EXIT_ENGINE_DIED if context.engine.died.is_set() else EXIT_OK
 
 

@@ -115,10 +115,10 @@ class EventStream(Response):
                 return
             await send(_body(sse_error(error_body(error))))
         except Exception:
-            request_id = request_id_of(scope)
-            logger.exception("request %s failed in its stream", request_id)
             if not started:
                 raise
+            request_id = request_id_of(scope)
+            logger.exception("request %s failed in its stream", request_id)
             await send(_body(sse_error(internal_error_body(request_id))))
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 

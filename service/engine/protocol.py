@@ -153,7 +153,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     """The engine's state; also its heartbeat (sent with every step's outputs, and each second when idle).
 
     Counters are cumulative since start; `step_seconds` lists the steps since the last message as
-    (phase, seconds, tokens in the step) with phase "prefill", "decode" or "mixed".
+    (phase, seconds, tokens in the step) with phase "prefill", "decode" or "mixed". The prefix cache's queries
+    and hits count tokens: of sequences that looked for a known beginning, and of what they found.
     """
 
     running: int = 0

@@ -67,6 +67,9 @@ class ModelRunner:
         self._block_tables = _Staging((max_sequences * max_blocks,), torch.int32, pinned)
         self._arange = np.arange(max(max_tokens, 1), dtype=np.int64)
 
+        # Whether the copies to the device, which read the buffers in their own time, are through.
+        self._copied = torch.cuda.Event() if pinned else None  # type: ignore[no-untyped-call]
+
         self._warm_up(min(max_tokens, model.spec.max_model_len) if pinned else 1)
         self.num_blocks = self._count_blocks(config, max_blocks)
         self.kv_cache = model.allocate_kv_cache(self.num_blocks, self.block_size)
@@ -108,6 +111,7 @@ class ModelRunner:
         return size // block_bytes
 
     def _single_sequence(self, tokens: int, blocks: list[int]) -> ForwardBatch:
+        self._wait_for_copies()
         positions = self._arange[:tokens]
         table = np.array(blocks, dtype=np.int64)
         self._token_ids.array[:tokens] = 0
@@ -122,6 +126,7 @@ class ModelRunner:
         return self._batch(tokens, 1, len(blocks), 1)
 
     def _build(self, chunks: list[Chunk]) -> tuple[ForwardBatch, list[int], list[tuple[int, int, int]]]:
+        self._wait_for_copies()
         token_ids, positions, slots = self._token_ids.array, self._positions.array, self._slots.array
         query_start, context_lens = self._query_start.array, self._context_lens.array
         logits_indices = self._logits_indices.array
@@ -171,7 +176,7 @@ class ModelRunner:
 
     def _batch(self, tokens: int, sequences: int, width: int, rows: int) -> ForwardBatch:
         device = self.device
-        return ForwardBatch(
+        batch = ForwardBatch(
             token_ids=self._token_ids.front(tokens, device),
             positions=self._positions.front(tokens, device),
             slot_mapping=self._slots.front(tokens, device),
@@ -180,6 +185,14 @@ class ModelRunner:
             block_tables=self._block_tables.front(sequences * width, device).view(sequences, width),
             logits_indices=self._logits_indices.front(rows, device),
         )
+        if self._copied is not None:
+            self._copied.record()
+        return batch
+
+    def _wait_for_copies(self) -> None:
+        """Fill no buffer before the device has read it: a step that samples nothing does not wait for it."""
+        if self._copied is not None:
+            self._copied.synchronize()
 
 
 class _Staging:

@@ -54,23 +54,17 @@ class StepPlan:
     Attributes:
         chunks: what to compute, decoding sequences first.
         failed: sequences that can never run, with the reason; they have left the scheduler.
+        phase: "prefill", "decode", or "mixed".
     """
 
     chunks: list[Chunk] = field(default_factory=list)
     failed: list[tuple[Sequence, str]] = field(default_factory=list)
+    phase: str = "prefill"
 
     @property
     def num_tokens(self) -> int:
         """Tokens over all chunks."""
         return sum(chunk.length for chunk in self.chunks)
-
-    @property
-    def phase(self) -> str:
-        """ "prefill", "decode" or "mixed"."""
-        decoding = sum(chunk.decodes for chunk in self.chunks)
-        if decoding == 0:
-            return "prefill"
-        return "decode" if decoding == len(self.chunks) else "mixed"
 
 
 class Scheduler:
@@ -170,6 +164,10 @@ class Scheduler:
                     budget -= self._plan_prefill(plan, sequence, budget)
                 else:
                     break
+
+        decoding = sum(chunk.decodes for chunk in plan.chunks)
+        if decoding:
+            plan.phase = "decode" if decoding == len(plan.chunks) else "mixed"
         return plan
 
     def commit(self, plan: StepPlan) -> None:

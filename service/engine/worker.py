@@ -161,15 +161,13 @@ class Worker:
         for chunk in plan.chunks:
             if chunk.sequence.first_scheduled_seconds is None:
                 chunk.sequence.first_scheduled_seconds = started
-        # Asked before the tokens are appended, which changes the answer.
-        phase = plan.phase
         try:
             logits = self.runner.run(plan)
             self.scheduler.commit(plan)
             self._advance(plan, logits)
         except Exception as error:
             self._recover(plan, error)
-        self._steps.append((phase, time.monotonic() - started, plan.num_tokens))
+        self._steps.append((plan.phase, time.monotonic() - started, plan.num_tokens))
 
     def _advance(self, plan: StepPlan, step: StepLogits) -> None:
         """Turn a step's logits into tokens, log probabilities and ends of sequences."""

@@ -26,27 +26,26 @@ PAGED_ATTENTION = "lacunar_paged"
 _UNSUPPORTED_ARGUMENTS = ("softcap", "s_aux", "position_bias", "alibi", "sinks")
 
 
-def rope_tables(config: Any, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def rope_tables(config: Any, head_dim: int, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Cosines and sines of the rotary embedding, float32 ``[length, head_dim]``, halves repeated.
 
     Args:
         config: a transformers configuration whose ``rope_parameters`` has a static rope type.
+        head_dim: of queries and keys; even.
         length: positions 0..length-1.
         device: where the tables go.
 
     Source: transformers' own functions compute the frequencies, so that every scaling rule is theirs.
     """
     rope = config.rope_parameters
-    kind = rope["rope_type"]
-    if kind == "default":
-        dim = config.head_dim
-        inverse = 1.0 / (rope["rope_theta"] ** (torch.arange(0, dim, 2, dtype=torch.float) / dim))
+    if rope["rope_type"] == "default":
+        inverse = 1.0 / (rope["rope_theta"] ** (torch.arange(0, head_dim, 2, dtype=torch.float) / head_dim))
         scale = 1.0
     else:
-        inverse, scale = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
+        inverse, scale = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, torch.device("cpu"))
     angles = torch.arange(length, dtype=torch.float)[:, None] * inverse.to(torch.float)
-    angles = torch.cat((angles, angles), dim=-1)
-    return (angles.cos() * scale).to(device), (angles.sin() * scale).to(device)
+    cos, sin = (table.mul_(scale).repeat(1, 2) for table in (angles.cos(), angles.sin()))
+    return cos.to(device), sin.to(device)
 
 
 def allocate_kv_cache(
@@ -58,11 +57,11 @@ def allocate_kv_cache(
     dtype: torch.dtype,
     device: torch.device,
 ) -> KvCache:
-    """Make an empty paged cache. Zeros, so that pages are only committed once they are written."""
+    """Make an empty paged cache, uninitialised: the system commits a page when it is first written."""
     shape = (num_blocks, block_size, num_kv_heads, head_dim)
     return KvCache(
-        keys=[torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)],
-        values=[torch.zeros(shape, dtype=dtype, device=device) for _ in range(num_layers)],
+        keys=[torch.empty(shape, dtype=dtype, device=device) for _ in range(num_layers)],
+        values=[torch.empty(shape, dtype=dtype, device=device) for _ in range(num_layers)],
         block_size=block_size,
     )
 

@@ -253,7 +253,7 @@ class NativeDecoder:
         self._norm = reader.tensor(plan.norm, (hidden,))
         self._head = self._read_head(reader, plan, hidden)
         reader.check_all_used(IGNORED_TENSORS)
-        self._cos, self._sin = rope_tables(_with_head_dim(config), spec.max_model_len, spec.device)
+        self._cos, self._sin = rope_tables(config, spec.head_dim, spec.max_model_len, spec.device)
         self._steps: dict[str, _BoundStep] = {}
         self._step_by_tokens: dict[int, _BoundStep] = {}
         self._head_by_rows: dict[int, BoundLinear] = {}
@@ -381,11 +381,6 @@ class NativeDecoder:
 
 def _head_dim(config: Any) -> int:
     return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
-
-
-def _with_head_dim(config: Any) -> Any:
-    config.head_dim = _head_dim(config)
-    return config
 
 
 def _window(config: Any, layer: int) -> int | None:

@@ -255,6 +255,49 @@ def test_nothing_stays_behind_after_sigterm(own_server):
     assert not any(child.is_running() for child in children)
 
 
+def test_a_model_is_pruned_inspected_and_served(model, tmp_path):
+    pruned = tmp_path / "pruned"
+    command = [sys.executable, "-m", "service"]
+    prune = [*command, "prune", str(model), str(pruned), "--method", "magnitude", "--sparsity", "0.5"]
+    done = subprocess.run(prune, capture_output=True, text=True, timeout=START_SECONDS, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "sparsity 0.500" in done.stdout
+
+    inspect = [*command, "inspect", str(pruned)]
+    table = subprocess.run(inspect, capture_output=True, text=True, timeout=START_SECONDS, check=True).stdout
+    report = json.loads(
+        subprocess.run(
+            [*inspect, "--json"], capture_output=True, text=True, timeout=START_SECONDS, check=True
+        ).stdout
+    )
+    bitmaps = [layer for layer in report["layers"] if layer["format"] == "bitmap"]
+    assert len(bitmaps) == 8
+    assert all(layer["name"] in table for layer in report["layers"])
+    assert all(layer["sparsity"] == pytest.approx(0.5, abs=0.01) for layer in bitmaps)
+    assert sum(layer["stored_bytes"] for layer in bitmaps) < 0.6 * sum(
+        layer["dense_bytes"] for layer in bitmaps
+    )
+
+    for server in launch(pruned):
+        answer = httpx.post(f"{server.url}/v1/completions", json=request(), timeout=60).json()
+        page = httpx.get(f"{server.url}/metrics").text
+        assert server.stop() == 0
+    assert answer["usage"]["completion_tokens"] == 24
+    assert (
+        f'lacunar_weight_stored_bytes{{format="bitmap"}} {float(sum(b["stored_bytes"] for b in bitmaps))}'
+        in page
+    )
+
+
+def test_pruning_onto_something_that_exists_is_refused(model, tmp_path):
+    command = [sys.executable, "-m", "service", "prune", str(model), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=START_SECONDS, check=False)
+
+    assert done.returncode == 2
+    assert str(tmp_path) in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 def test_sigterm_while_loading_exits_0(model):
     popen = start(model)
     assert popen.stderr is not None

@@ -7,7 +7,7 @@ import asyncio
 import httpx
 import pytest
 
-from service.api.server import bind
+from service.api.server import bind, serve_context
 from service.errors import SettingsError
 
 from .conftest import sse
@@ -185,6 +185,19 @@ async def test_a_taken_port_is_a_clear_error(server):
 
     with pytest.raises(SettingsError, match=f"{port}.*--port"):
         bind(host, port)
+
+
+async def test_a_port_that_another_server_takes_while_this_one_loads_is_a_clear_error(server):
+    first, second = bind("127.0.0.1", 0), None
+    try:
+        second = bind(*first.getsockname())
+        first.listen()
+        with pytest.raises(SettingsError, match="Choose another port"):
+            await serve_context(server.context, second, stop=asyncio.Event(), hurry=asyncio.Event())
+    finally:
+        first.close()
+        if second is not None:
+            second.close()
 
 
 async def test_a_host_that_is_none_of_ours_is_a_clear_error():

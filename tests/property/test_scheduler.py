@@ -14,6 +14,8 @@ from service.engine.scheduler import Scheduler, StepPlan
 from service.engine.sequence import Sequence
 
 EOS = 1
+BEGINNING = [2 + index % 5 % 2 for index in range(36)]
+"""What all prompts share some of, so that there is much to find in the prefix cache."""
 
 
 def prefix_name(tokens: list[int]) -> bytes:
@@ -53,12 +55,21 @@ class CacheModel(RuleBasedStateMachine):
         self.first_scheduled: list[str] = []
 
     @rule(
-        prompt=st.lists(st.integers(2, 3), min_size=1, max_size=40),
+        shared=st.integers(0, 36),
+        tail=st.lists(st.integers(2, 3), min_size=1, max_size=4),
         max_tokens=st.integers(1, 30),
         ignore_eos=st.booleans(),
         prompt_logprobs=st.sampled_from([None, None, 0]),
     )
-    def add(self, prompt: list[int], max_tokens: int, ignore_eos: bool, prompt_logprobs: int | None) -> None:
+    def add(
+        self,
+        shared: int,
+        tail: list[int],
+        max_tokens: int,
+        ignore_eos: bool,
+        prompt_logprobs: int | None,
+    ) -> None:
+        prompt = BEGINNING[:shared] + tail
         sampling = SamplingParams(
             max_tokens=max_tokens, ignore_eos=ignore_eos, prompt_logprobs=prompt_logprobs
         )
@@ -82,8 +93,15 @@ class CacheModel(RuleBasedStateMachine):
         running = self.scheduler.running
         if running:
             sequence = data.draw(st.sampled_from(running))
-            for block in sequence.blocks[sequence.num_registered : sequence.num_blocks].tolist():
-                for slot in range(block * self.scheduler.block_size, (block + 1) * self.scheduler.block_size):
+            others = {
+                block
+                for other in running
+                if other is not sequence
+                for block in other.blocks[: other.num_blocks].tolist()
+            }
+            size = self.scheduler.block_size
+            for block in set(sequence.blocks[: sequence.num_blocks].tolist()) - others:
+                for slot in range(block * size, (block + 1) * size):
                     self.slots[slot] = b"garbage"
             self.scheduler.fail(sequence)
             self.end(sequence)

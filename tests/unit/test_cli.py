@@ -77,6 +77,21 @@ def test_a_users_mistake_is_one_message(arguments, variables, code, words):
         assert word in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("backends", "text"),
+    [
+        ({"1": "b", "2": "b", "3-4": "b", "5-8": "dense", "9+": "dense"}, "b: 1-4, dense: 5+"),
+        ({"1": "b", "2": "dense", "3+": "b"}, "b: 1, dense: 2, b: 3+"),
+        ({"1": "dense", "2+": "dense"}, "dense: 1+"),
+        ({}, ""),
+    ],
+)
+def test_backends_are_shown_as_ranges_of_m(backends, text):
+    from service.cli import _by_backend
+
+    assert _by_backend(backends) == text
+
+
 def test_a_checkpoint_without_a_tokenizer_is_told_before_the_model_loads(tmp_path: Path):
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     done = lacunar("serve", str(tmp_path), "--port", "0")

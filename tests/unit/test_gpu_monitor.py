@@ -47,8 +47,9 @@ class FakeNvml:
         }
 
     def __getattr__(self, name):
+        real = getattr(pynvml, name)  # a name that NVML does not have must not pass here
         if name.startswith("NVML_"):
-            return getattr(pynvml, name)
+            return real
 
         def call(*arguments):
             self.calls.append(name)

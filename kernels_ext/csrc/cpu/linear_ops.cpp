@@ -206,34 +206,41 @@ Tensor bitmap_row_counts(const Tensor& bitmap) {
 
 // --- bandwidth ------------------------------------------------------------------------------------------
 
-// The exclusive or of the buffer's 64-bit words: a read that cannot be optimised away, as fast as memory is.
+// The exclusive or of the buffer's 64-bit words: a read that cannot be optimised away, as fast as memory is. A
+// block is read as four streams with a prefetch ahead of each, as the linear kernels read a weight; a single
+// stream gets a fifth less out of a core.
 Tensor read_checksum(const Tensor& buffer) {
   constexpr const char* op = "read_checksum";
   check_dtype(op, "buffer", buffer, ScalarType::Long);
   check_dim(op, "buffer", buffer, 1);
   check_contiguous(op, "buffer", buffer);
+  constexpr int64_t kStreams = 4;
+  constexpr int64_t kStreamWords = 512;  // 4 KB
+  constexpr int64_t kBlockWords = kStreams * kStreamWords;
+  constexpr int64_t kLineWords = 8;
   const uint64_t* words = static_cast<const uint64_t*>(buffer.const_data_ptr());
-  constexpr int64_t kBlockWords = 4096;  // 32 KB, the unit that threads share out
-  const int64_t size = buffer.numel();
-  const int64_t blocks = (size + kBlockWords - 1) / kBlockWords;
+  const int64_t blocks = buffer.numel() / kBlockWords;
   Tensor partial = empty_cpu({blocks}, ScalarType::Long);
   Tensor result = empty_cpu({}, ScalarType::Long);
   uint64_t* sums = static_cast<uint64_t*>(partial.mutable_data_ptr());
   parallel_rows(blocks, kBlockWords * 8, 0, [&](int64_t begin, int64_t end) {
     for (int64_t b = begin; b < end; ++b) {
-      const int64_t last = (b + 1) * kBlockWords < size ? (b + 1) * kBlockWords : size;
-      uint64_t lanes[8] = {};
-      int64_t i = b * kBlockWords;
-      for (; i + 8 <= last; i += 8) {
-        __builtin_prefetch(words + i + 256);
-        for (int j = 0; j < 8; ++j) lanes[j] ^= words[i + j];
+      const uint64_t* block = words + b * kBlockWords;
+      uint64_t lanes[kLineWords] = {};
+      for (int64_t i = 0; i < kStreamWords; i += kLineWords) {
+        for (int64_t s = 0; s < kStreams; ++s) {
+          const uint64_t* line = block + s * kStreamWords + i;
+          __builtin_prefetch(line + kBlockWords, 0, 2);
+          for (int64_t j = 0; j < kLineWords; ++j) lanes[j] ^= line[j];
+        }
       }
-      for (; i < last; ++i) lanes[0] ^= words[i];
-      sums[b] = lanes[0] ^ lanes[1] ^ lanes[2] ^ lanes[3] ^ lanes[4] ^ lanes[5] ^ lanes[6] ^ lanes[7];
+      sums[b] = 0;
+      for (const uint64_t lane : lanes) sums[b] ^= lane;
     }
   });
   uint64_t total = 0;
   for (int64_t b = 0; b < blocks; ++b) total ^= sums[b];
+  for (int64_t i = blocks * kBlockWords; i < buffer.numel(); ++i) total ^= words[i];
   *static_cast<uint64_t*>(result.mutable_data_ptr()) = total;
   return result;
 }

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from service.errors import BackendUnavailable, CheckpointError, SettingsError, StartupError
 from service.model import linear as linear_module
@@ -295,14 +295,11 @@ print(peak, stored, dense, max(r.dense_bytes for r in reports))
 """
 
 
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's peak memory counter")
-@pytest.mark.parametrize("implementation", ["native", "transformers"])
-@pytest.mark.parametrize("form", ["plain", "packed"])
-def test_peak_memory_is_the_packed_model_and_one_dense_layer(
-    form: str, implementation: str, tmp_path: Path
-) -> None:
-    """A mapping of the file, or a forgotten dense copy, would show: the dense model is far larger."""
-    small_llama(tmp_path / "tiny")
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of 122 MB dense, 80% sparse, plain and packed; all layers hold the same random weights."""
+    root = tmp_path_factory.mktemp("large")
+    small_llama(root / "tiny")
     config = transformers.LlamaConfig(
         vocab_size=VOCAB,
         hidden_size=640,
@@ -312,12 +309,33 @@ def test_peak_memory_is_the_packed_model_and_one_dense_layer(
         num_key_value_heads=10,
         max_position_embeddings=256,
         tie_word_embeddings=False,
+        architectures=["LlamaForCausalLM"],
+        dtype="bfloat16",
     )
-    save_model(config, tmp_path / "plain", sparsity=0.8, dtype=torch.bfloat16)
-    if form == "packed":
-        pack_directory(tmp_path / "plain", tmp_path / "packed")
+    with torch.device("meta"):
+        shapes = {name: t.shape for name, t in transformers.LlamaForCausalLM(config).state_dict().items()}
+    made: dict[tuple[int, ...], torch.Tensor] = {}
+    for shape in {tuple(shape) for shape in shapes.values()}:
+        weight = torch.randn(shape)
+        weight[torch.rand(shape) < 0.8] = 0
+        made[shape] = weight.to(torch.bfloat16)
+    config.save_pretrained(root / "plain")
+    # Tensors of one shape share their memory here; a file holds each on its own.
+    tensors = {name: made[tuple(shape)].clone() for name, shape in shapes.items()}
+    save_file(tensors, root / "plain" / "model.safetensors")
+    pack_directory(root / "plain", root / "packed")
+    return root
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs Linux's peak memory counter")
+@pytest.mark.parametrize("implementation", ["native", "transformers"])
+@pytest.mark.parametrize("form", ["plain", "packed"])
+def test_peak_memory_is_the_packed_model_and_one_dense_layer(
+    form: str, implementation: str, large: Path
+) -> None:
+    """A mapping of the file, or a forgotten dense copy, would show: the dense model is far larger."""
     result = subprocess.run(
-        [sys.executable, "-c", _MEASURE, str(tmp_path / "tiny"), str(tmp_path / form), implementation],
+        [sys.executable, "-c", _MEASURE, str(large / "tiny"), str(large / form), implementation],
         capture_output=True,
         text=True,
         check=True,
