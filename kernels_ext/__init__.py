@@ -20,6 +20,15 @@ except ModuleNotFoundError as error:
     ) from error
 
 from .build_info import BuildInfo, build_info, load_cuda_kernels
+from .formats.lane_stream import LaneStreamPlan
+from .lane_stream import (
+    LaneStreamUnavailable,
+    LaneStreamWeight,
+    lane_stream_linear,
+    lane_stream_pack,
+    lane_stream_unpack,
+    lane_stream_workspace,
+)
 from .ops import (
     BitmapWeight,
     available_isas,
@@ -37,6 +46,9 @@ __all__ = [
     "CUDA_LOADED",
     "BitmapWeight",
     "BuildInfo",
+    "LaneStreamPlan",
+    "LaneStreamUnavailable",
+    "LaneStreamWeight",
     "available_isas",
     "bitmap_linear",
     "bitmap_pack",
@@ -44,5 +56,9 @@ __all__ = [
     "build_info",
     "cpu_isa",
     "dense_linear",
+    "lane_stream_linear",
+    "lane_stream_pack",
+    "lane_stream_unpack",
+    "lane_stream_workspace",
     "measure_read_bandwidth",
 ]
