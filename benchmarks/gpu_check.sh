@@ -44,7 +44,7 @@ part build 300 bash -c build
 ((${#failed[@]})) && exit 1
 
 # The project's pytest settings name plugins that a bare machine lacks, so they are left out.
-pytest=(python3 -m pytest -c /dev/null --rootdir . -p no:cacheprovider -W ignore -q)
+pytest=(python3 -m pytest -c /dev/null --rootdir . -p no:cacheprovider -W ignore -q --require-gpu)
 gpu_tests=(tests/kernels/test_cuda_bitmap.py tests/kernels/test_lane_stream_gpu.py)
 # A few sizes of every kernel: the sanitizer makes each launch some hundred times slower.
 sanitized="packs_the_same_bytes and 129 or crowded and 256 and 16 or bias or repeats or unaligned or bitmap and 2049"

@@ -7,8 +7,6 @@ would negotiate rewrites names with colons, which the aliases that routers expec
 
 from __future__ import annotations
 
-import platform
-
 from prometheus_client import (
     CollectorRegistry,
     Counter,
@@ -20,7 +18,7 @@ from prometheus_client import (
 )
 
 from service import __version__
-from service.engine.protocol import EngineInfo, EngineStats, FinishReason
+from service.engine.protocol import BUILD_FACTS, EngineInfo, EngineStats, FinishReason
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -180,10 +178,9 @@ class Metrics:
         )
         self.build_info = self._gauge(
             "lacunar_build_info",
-            "The running program; the value is always 1.",
+            "The running program and its kernels; the value is always 1.",
             "version",
-            "python_version",
-            "build",
+            *BUILD_FACTS,
         )
 
         for endpoint in ENDPOINTS:
@@ -219,8 +216,7 @@ class Metrics:
         self.model_info.labels(
             info.model_name, info.architecture, info.implementation, info.device, info.dtype
         ).set(1)
-        build = " ".join(f"{key}={value}" for key, value in sorted(info.build.items()))
-        self.build_info.labels(__version__, platform.python_version(), build).set(1)
+        self.build_info.labels(__version__, *(info.build[fact] for fact in BUILD_FACTS)).set(1)
         for name in sorted({layer.format for layer in info.layers}):
             layers = [layer for layer in info.layers if layer.format == name]
             elements = sum(layer.N * layer.K for layer in layers)

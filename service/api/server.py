@@ -164,6 +164,13 @@ async def serve_context(
         if not server.listening.is_set():
             await serving  # raises what ended it
         address = _address(listener)
+        build = context.engine.info.build
+        logger.info(
+            "CPU kernels: %s; CUDA kernels: %s (%s)",
+            build["cpu_isa"],
+            build["cuda_kernels"],
+            build["cuda_reason"],
+        )
         logger.info("serving %s on %s", context.model_name, address)
         if on_ready is not None:
             on_ready(address)

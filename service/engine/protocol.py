@@ -10,6 +10,9 @@ from typing import Literal
 
 import msgspec
 
+BUILD_FACTS = ("python", "torch", "threads", "cpu_isa", "cuda_kernels", "cuda_reason")
+"""What `EngineInfo.build` says of the engine process and its compiled kernels."""
+
 FinishReason = Literal["stop", "length", "abort", "error"]
 
 
@@ -104,7 +107,7 @@ class LinearLayerInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineInfo(msgspec.Struct, tag="ready", frozen=True, kw_only=True):
-    """Sent once when the model is loaded and the engine takes requests."""
+    """Sent once when the model is loaded and the engine takes requests; `build` has the keys BUILD_FACTS."""
 
     model_name: str
     architecture: str

@@ -19,6 +19,7 @@ import zmq
 
 from service.errors import SettingsError
 from service.model.interface import CausalModel
+from service.model.linear import kernel_facts
 
 from .config import EngineConfig
 from .protocol import (
@@ -343,6 +344,7 @@ class Worker:
                 "python": platform.python_version(),
                 "torch": str(torch.__version__),  # msgspec takes no subclass of str
                 "threads": str(torch.get_num_threads()),
+                **kernel_facts(),
             },
             layers=layers,
         )

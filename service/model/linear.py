@@ -221,6 +221,19 @@ def pack(weight: Tensor) -> BitmapWeight:
     return bitmap_pack(weight)
 
 
+def kernel_facts() -> dict[str, str]:
+    """What the compiled kernels are here, for the log, /version and /metrics.
+
+    Keys: ``cpu_isa``, ``cuda_kernels`` ("yes" or "no") and ``cuda_reason``: how they were built, or why not.
+    """
+    build = build_info()
+    return {
+        "cpu_isa": build.cpu_isa,
+        "cuda_kernels": "yes" if build.cuda_loaded else "no",
+        "cuda_reason": build.cuda_reason,
+    }
+
+
 # What a step of either forward code calls; a device that lacks one of these cannot serve.
 _STEP_OPS = ("bitmap_linear", "dense_linear", "rms_norm", "rope_kv_write", "paged_attention", "silu_mul")
 

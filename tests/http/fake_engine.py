@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 
 from service.engine.client import Admission
 from service.engine.protocol import (
+    BUILD_FACTS,
     EngineInfo,
     EngineStats,
     LinearLayerInfo,
@@ -153,7 +154,7 @@ class FakeEngine:
             dense_bytes=1000,
             stored_bytes=600,
             load_seconds=0.5,
-            build={"isa": "generic"},
+            build=dict.fromkeys(BUILD_FACTS, "") | {"cpu_isa": "generic", "cuda_kernels": "no"},
             layers=[
                 LinearLayerInfo(
                     name="layers.0.q",

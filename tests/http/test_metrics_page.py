@@ -126,3 +126,12 @@ async def test_latency_buckets_reach_from_half_a_millisecond_to_ten_minutes(clie
     assert float(bounds[0]) == 0.0005
     assert float(bounds[-2]) == 600
     assert bounds[-1] == "+Inf"
+
+
+async def test_the_build_says_whether_it_has_cuda_kernels(client, server):
+    """What was left out of a build must be visible where it runs."""
+    _, families = await scrape(client)
+    (sample,) = families["lacunar_build_info"].samples
+
+    assert sample.labels["cuda_kernels"] == "no"
+    assert sample.labels["cpu_isa"] == "generic"

@@ -7,10 +7,7 @@ import torch
 
 import kernels_ext
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
-]
+pytestmark = pytest.mark.gpu
 
 
 def to_gpu(w: kernels_ext.BitmapWeight) -> kernels_ext.BitmapWeight:

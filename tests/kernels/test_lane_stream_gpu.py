@@ -12,13 +12,7 @@ from kernels_ext import lane_stream
 from kernels_ext.formats import lane_stream as reference
 from kernels_ext.formats.lane_stream import LaneStreamPlan
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        not (torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)),
-        reason="needs a GPU of compute capability 9.0",
-    ),
-]
+pytestmark = pytest.mark.gpu(capability=(9, 0))
 
 DTYPES = (torch.float16, torch.bfloat16)
 

@@ -198,3 +198,12 @@ def test_kernels_are_found_by_device() -> None:
     """The lookup behind the refusal above."""
     assert linear_module._has_kernel("bitmap_linear", "CPU")
     assert not linear_module._has_kernel("bitmap_linear", "XPU")
+
+
+def test_kernel_facts_say_why_cuda_kernels_are_missing() -> None:
+    """The log and /metrics repeat these words."""
+    facts = linear_module.kernel_facts()
+
+    assert facts["cpu_isa"] == build_info().cpu_isa
+    assert facts["cuda_kernels"] == ("yes" if build_info().cuda_loaded else "no")
+    assert facts["cuda_reason"] == build_info().cuda_reason
