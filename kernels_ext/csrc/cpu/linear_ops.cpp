@@ -1,5 +1,7 @@
 // Torch ops of the bitmap and dense linear kernels: checks, threads, and the choice of instruction set.
 
+#include <algorithm>
+#include <atomic>
 #include <optional>
 #include <tuple>
 
@@ -29,18 +31,48 @@ const LinearKernels& kernels_for(const char* op, int64_t isa) {
   }
 }
 
+// Rows that one thread should at least have.
+int64_t grain_rows(int64_t row_bytes, int64_t row_multiply_adds) {
+  const int64_t by_bytes = kMinThreadBytes / (row_bytes > 0 ? row_bytes : 1) + 1;
+  const int64_t by_work = kMinThreadMultiplyAdds / (row_multiply_adds > 0 ? row_multiply_adds : 1) + 1;
+  return by_bytes < by_work ? by_bytes : by_work;
+}
+
 // Calls f(begin, end) over [0, rows) on torch's own threads; each call gets at least the minimum above.
 template <class F>
 void parallel_rows(int64_t rows, int64_t row_bytes, int64_t row_multiply_adds, const F& f) {
   if (rows <= 0) return;
-  const int64_t by_bytes = kMinThreadBytes / (row_bytes > 0 ? row_bytes : 1) + 1;
-  const int64_t by_work = kMinThreadMultiplyAdds / (row_multiply_adds > 0 ? row_multiply_adds : 1) + 1;
-  const int64_t grain = by_bytes < by_work ? by_bytes : by_work;
+  const int64_t grain = grain_rows(row_bytes, row_multiply_adds);
   if (rows <= grain) {
     f(int64_t{0}, rows);
   } else {
     torch::stable::parallel_for(0, rows, grain, f);
   }
+}
+
+// The same, but a thread takes its next share of the rows when it is through with the last one: half of an even
+// share of what is left, so that shares shrink and threads finish together. Cores do not get equal parts of the
+// memory's bandwidth, and the slower one would be waited for.
+template <class F>
+void balanced_rows(int64_t rows, int64_t row_bytes, int64_t row_multiply_adds, const F& f) {
+  if (rows <= 0) return;
+  const int64_t grain = (grain_rows(row_bytes, row_multiply_adds) + 3) / 4 * 4;
+  const int64_t threads = std::min<int64_t>(torch::stable::get_num_threads(), (rows + grain - 1) / grain);
+  if (threads <= 1) {
+    f(int64_t{0}, rows);
+    return;
+  }
+  std::atomic<int64_t> next{0};
+  torch::stable::parallel_for(0, threads, 1, [&](int64_t, int64_t) {
+    int64_t begin = next.load(std::memory_order_relaxed);
+    while (begin < rows) {
+      const int64_t share = std::max(grain, (rows - begin) / (2 * threads) / 4 * 4);
+      const int64_t end = std::min(rows, begin + share);
+      if (!next.compare_exchange_weak(begin, end, std::memory_order_relaxed)) continue;
+      f(begin, end);
+      begin = next.load(std::memory_order_relaxed);
+    }
+  });
 }
 
 BitmapMatrix bitmap_matrix(const char* op, const Tensor& bitmap, const Tensor& values, const Tensor& row_offsets,
@@ -103,7 +135,7 @@ Tensor linear(const char* op, const Tensor& x, const std::optional<Tensor>& bias
       .bias = bias ? bias->const_data_ptr() : nullptr,
       .y = y.mutable_data_ptr(),
   };
-  parallel_rows(N, row_bytes, M * K, [&](int64_t begin, int64_t end) { rows(call, begin, end); });
+  balanced_rows(N, row_bytes, M * K, [&](int64_t begin, int64_t end) { rows(call, begin, end); });
   return y;
 }
 
