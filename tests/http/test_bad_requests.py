@@ -60,7 +60,9 @@ async def check_unharmed(client, server) -> None:
         ({"seed": "x"}, "seed", "integer"),
         ({"presence_penalty": 3}, "presence_penalty", "less"),
         ({"frequency_penalty": -3}, "frequency_penalty", "greater"),
-        ({"repetition_penalty": 0}, "repetition_penalty", "greater than 0"),
+        ({"repetition_penalty": 0}, "repetition_penalty", "greater than"),
+        # In float32 it is 0, and dividing a logit by it would fail the sequence in the engine.
+        ({"repetition_penalty": 1e-300}, "repetition_penalty", "greater than"),
         ({"logprobs": 21}, "logprobs", "less"),
         ({"logprobs": -1}, "logprobs", "greater"),
         ({"logprobs": True}, "logprobs", "integer"),
@@ -95,6 +97,19 @@ async def test_a_bad_completion_field_is_named(client, server, fields, param, wo
     assert error["type"] == "invalid_request_error"
     assert error["param"] == param
     assert words in error["message"]
+    await check_unharmed(client, server)
+
+
+async def test_too_many_prompts_are_refused_before_they_are_tokenised(client, server, monkeypatch):
+    """A million short prompts fit into one body, and would hold the event loop for half a minute."""
+    tokenised = []
+    monkeypatch.setattr(server.context.tokenizer, "encode", lambda text, **_: tokenised.append(text) or [2])
+    response = await client.post("/v1/completions", json={"prompt": ["a"] * 129})
+
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "prompt"
+    assert "at most 128" in response.json()["error"]["message"]
+    assert tokenised == []
     await check_unharmed(client, server)
 
 
