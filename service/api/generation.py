@@ -111,8 +111,8 @@ def check_model(context: ServerContext, name: str | None) -> None:
 
 
 def _max_tokens(context: ServerContext, request: GenerationRequest, prompt: TokenizedPrompt) -> int:
-    """How many tokens the sequence may have, checked against the model's context."""
-    limit = context.engine.info.max_model_len
+    """How many tokens the sequence may have, checked against the longest one that is served."""
+    limit = context.max_sequence_tokens
     length = len(prompt.token_ids)
     field, asked = "max_tokens", request.max_tokens
     echo = isinstance(request, CompletionRequest) and bool(request.echo)

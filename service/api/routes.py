@@ -166,7 +166,7 @@ def make_router(context: ServerContext) -> APIRouter:
 
     def card() -> ModelCard:
         return ModelCard(
-            id=context.model_name, created=context.created, max_model_len=context.engine.info.max_model_len
+            id=context.model_name, created=context.created, max_model_len=context.max_sequence_tokens
         )
 
     @router.get("/v1/models")

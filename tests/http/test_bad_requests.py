@@ -304,3 +304,27 @@ async def test_a_rejected_request_is_counted_by_its_reason(client, server):
     assert await server.metric("lacunar_rejections_total", reason="invalid") == 1
     assert await server.metric("lacunar_rejections_total", reason="model_not_found") == 1
     assert await server.metric("lacunar_requests_total", endpoint="completions") == 0
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"prompt": [2] * 33, "max_tokens": 1}, "prompt"),
+        ({"prompt": [2] * 20, "max_tokens": 13}, "max_tokens"),
+    ],
+)
+async def test_what_the_kv_cache_cannot_hold_is_refused(serve, fields, param):
+    """The engine would give the sequence up in its middle, as a fault of the server."""
+    async with (
+        serve(context_tokens=256, kv_blocks=2) as server,
+        httpx.AsyncClient(base_url=server.url) as http,
+    ):
+        response = await http.post("/v1/completions", json=fields)
+        models = (await http.get("/v1/models")).json()
+
+        assert response.status_code == 400
+        error = response.json()["error"]
+        assert (error["code"], error["param"]) == ("context_length_exceeded", param)
+        assert "32 tokens" in error["message"]
+        assert models["data"][0]["max_model_len"] == 32
+        await check_unharmed(http, server)

@@ -73,7 +73,7 @@ async def test_a_client_that_does_not_read_is_noticed_when_it_leaves(server, tok
     server.engine.tokens = [10] * 2_000_000
     server.engine.info = type(server.engine.info)(
         **{f: getattr(server.engine.info, f) for f in server.engine.info.__struct_fields__}
-        | {"max_model_len": 3_000_000}
+        | {"max_model_len": 3_000_000, "num_kv_blocks": 200_000}
     )
     _, writer = await send(server, {"prompt": "a", "stream": True, "max_tokens": 2_000_000})
     await until(lambda: server.engine.added and server.engine.added[0].produced > 100)
