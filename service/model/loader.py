@@ -165,7 +165,10 @@ def make_spec(
         max_model_len=max_model_len,
         dtype=dtype,
         device=device,
-        eos_token_ids=_eos_token_ids(checkpoint, text),
+        # Cut-down models keep the ids of the full one; what is never generated ends nothing.
+        eos_token_ids=tuple(
+            token for token in _eos_token_ids(checkpoint, text) if token < sizes["vocab_size"]
+        ),
         window=common_window(config) if native else None,
     )
 

@@ -94,6 +94,14 @@ def test_eos_of_the_configuration_is_the_default(tmp_path: Path) -> None:
     assert load_model(tmp_path).spec.eos_token_ids == (2, 3)
 
 
+def test_eos_outside_the_vocabulary_never_reaches_the_sampler(tmp_path: Path) -> None:
+    """Cut-down models keep the id of the full one; masking it would fail the step for all."""
+    small_llama(tmp_path)
+    (tmp_path / "generation_config.json").unlink()
+    edit_config(tmp_path, eos_token_id=[2, VOCAB, 50256])
+    assert load_model(tmp_path).spec.eos_token_ids == (2,)
+
+
 def test_a_copy_of_the_embedding_is_tied(tmp_path: Path) -> None:
     """Some tools write lm_head.weight beside a tied embedding."""
     save_model(NATIVE["llama_tied_head_dim_18"](), tmp_path)
