@@ -106,7 +106,7 @@ def serve(
         int | None, _flag("Sequences that run at once. Default 64.", _ENGINE)
     ] = None,
     max_step_tokens: Annotated[
-        int | None, _flag("Tokens of one step; longer prompts go in chunks. Default 512.", _ENGINE)
+        int | None, _flag("Tokens of one step; longer prompts go in chunks. Default 256.", _ENGINE)
     ] = None,
     max_queue: Annotated[
         int | None, _flag("Sequences that may wait; more get a 429. Default 256.", _ENGINE)
