@@ -146,7 +146,6 @@ class FakeEngine:
         self.stats = EngineStats()
         self.last_heard = time.monotonic()
         self.info = EngineInfo(
-            model_name="fake",
             architecture="FakeForCausalLM",
             implementation="native",
             device="cpu",
