@@ -93,9 +93,11 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
         commands: ZeroMQ endpoint where the engine receives `ToEngine`.
         outputs: ZeroMQ endpoint where the engine sends `FromEngine`.
         parent_pid: the process without which the engine has nothing to do.
+        log_level: least level that the engine logs, as logging counts.
     """
 
     config: EngineConfig
     commands: str
     outputs: str
     parent_pid: int
+    log_level: int

@@ -20,7 +20,7 @@ from .linear import require_device
 from .transformers_model import TransformersDecoder, build_empty, why_not_served
 from .weights import Progress, WeightReader
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("lacunar.model")
 
 Implementation = Literal["auto", "native", "transformers"]
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in WEIGHT_DTYPES}

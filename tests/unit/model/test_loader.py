@@ -51,7 +51,7 @@ def test_what_the_native_code_lacks_goes_through_transformers(
     """A setting is never ignored: the reason is logged, and transformers decides what the setting means."""
     small_llama(tmp_path)
     edit_config(tmp_path, **changes)
-    with caplog.at_level(logging.INFO, logger="service.model"):
+    with caplog.at_level(logging.INFO, logger="lacunar.model"):
         model = load_model(tmp_path)
     assert model.spec.implementation == "transformers"
     assert words in caplog.text
