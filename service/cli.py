@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import platform
 import sys
 from contextlib import ExitStack
@@ -15,6 +14,7 @@ import typer
 
 from service import __version__
 from service.errors import CheckpointError, LacunarError, SettingsError
+from service.logs import configure_logging
 
 if TYPE_CHECKING:
     from service.model.inspect import Inspection
@@ -106,7 +106,7 @@ def serve(
         int | None, _flag("Sequences that run at once. Default 64.", _ENGINE)
     ] = None,
     max_step_tokens: Annotated[
-        int | None, _flag("Tokens of one step; longer prompts go in chunks. Default 512.", _ENGINE)
+        int | None, _flag("Tokens of one step; longer prompts go in chunks. Default 256.", _ENGINE)
     ] = None,
     max_queue: Annotated[
         int | None, _flag("Sequences that may wait; more get a 429. Default 256.", _ENGINE)
@@ -172,7 +172,7 @@ def serve(
             f"{settings.model} {found}. MODEL is a local model directory, such as `lacunar prune` writes; "
             "nothing is downloaded"
         )
-    _configure_logging(settings.log_level)
+    configure_logging(settings.log_level.upper())
 
     from service.tokenization import keep_torch_out
 
@@ -371,13 +371,6 @@ def main() -> None:
 def _fail(message: str, code: int) -> NoReturn:
     typer.echo(f"lacunar: {message}", err=True)
     sys.exit(code)
-
-
-def _configure_logging(level: str) -> None:
-    logging.basicConfig(
-        level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s", stream=sys.stderr
-    )
-    logging.getLogger("lacunar").setLevel(level.upper())
 
 
 def _megabytes(count: int) -> str:

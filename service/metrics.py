@@ -208,13 +208,13 @@ class Metrics:
         """The /metrics page, Prometheus text 0.0.4."""
         return generate_latest(self.registry)
 
-    def set_engine_info(self, info: EngineInfo) -> None:
-        """Publish what the engine said about itself and the model when it became ready."""
+    def set_engine_info(self, info: EngineInfo, model_name: str) -> None:
+        """Publish what the engine said about itself and the model, under the name that clients use."""
         self.engine_up.set(1)
         self.model_load.set(info.load_seconds)
         self.kv_blocks.set(info.num_kv_blocks)
         self.model_info.labels(
-            info.model_name, info.architecture, info.implementation, info.device, info.dtype
+            model_name, info.architecture, info.implementation, info.device, info.dtype
         ).set(1)
         self.build_info.labels(__version__, *(info.build[fact] for fact in BUILD_FACTS)).set(1)
         for name in sorted({layer.format for layer in info.layers}):

@@ -89,7 +89,9 @@ class Settings(BaseSettings):
     )
     max_num_sequences: PositiveInt = Field(64, description="Sequences that run at once.")
     max_step_tokens: PositiveInt = Field(
-        512, description="Tokens of one engine step; longer prompts are computed in chunks."
+        256,
+        description="Tokens of one engine step; longer prompts are computed in chunks, and sequences that "
+        "decode wait for each.",
     )
     max_queue: int = Field(256, ge=0, description="Sequences that may wait; more are answered with 429.")
     kv_block_size: PositiveInt = Field(16, description="Tokens in one block of the KV cache.")

@@ -33,7 +33,7 @@ def create_app(context: ServerContext) -> FastAPI:
     app.add_middleware(RequestMiddleware, context=context)
     app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
     context.engine.on_stats = context.metrics.observe_stats
-    context.metrics.set_engine_info(context.engine.info)
+    context.metrics.set_engine_info(context.engine.info, context.model_name)
     return app
 
 

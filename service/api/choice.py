@@ -29,7 +29,7 @@ class LogprobEntry:
 
 @dataclass
 class Piece:
-    """What can be shown next. `first` marks the choice's first piece."""
+    """What can be shown next. `first` marks the choice's first piece that is not empty."""
 
     text: str = ""
     logprobs: list[LogprobEntry] = field(default_factory=list)
@@ -79,6 +79,7 @@ class Choice:
         self._by_token = bool(stops) or want_logprobs
         self._echo = echo
         self._started = False
+        self._announced = False
         # Characters decoded so far (where the next token's text begins), and characters shown so far.
         self._decoded = 0
         self._shown = 0
@@ -153,11 +154,14 @@ class Choice:
         return text if self.completion_tokens <= self._min_tokens else self._matcher.feed(text)
 
     def _piece(self, text: str) -> Piece:
-        first, self._started = not self._started, True
+        self._started = True
         self._shown += len(text)
         if self.finish_reason is None or self.stopped_by_string:
             ready = [entry for entry in self._entries if entry.offset < self._shown]
         else:
             ready = self._entries
         self._entries = [] if self.finish_reason is not None else self._entries[len(ready) :]
-        return Piece(text=text, logprobs=ready, finish_reason=self.finish_reason, first=first)
+        piece = Piece(text=text, logprobs=ready, finish_reason=self.finish_reason)
+        if not piece.empty:
+            piece.first, self._announced = not self._announced, True
+        return piece

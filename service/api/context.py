@@ -44,6 +44,15 @@ class ServerContext:
         """The name clients use for the model."""
         return self.settings.model_name
 
+    @property
+    def max_sequence_tokens(self) -> int:
+        """The longest sequence, prompt and output: what the model allows and the KV cache can hold.
+
+        A longer one would be given up by the engine in its middle.
+        """
+        info = self.engine.info
+        return min(info.max_model_len, info.num_kv_blocks * info.kv_block_size)
+
     def require_ready(self) -> None:
         """Raises EngineUnavailable when no new completion request can be taken."""
         if (reason := self.not_ready_reason()) is not None:

@@ -8,6 +8,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from service.errors import CheckpointError
 
+from .schemas import MIN_REPETITION_PENALTY
+
 
 class SamplingDefaults(BaseModel):
     """Used where a request leaves a parameter out. Without a recommendation: OpenAI's defaults."""
@@ -18,7 +20,7 @@ class SamplingDefaults(BaseModel):
     top_p: float = Field(default=1.0, gt=0, le=1)
     top_k: int = Field(default=0, ge=0)
     min_p: float = Field(default=0.0, ge=0, le=1)
-    repetition_penalty: float = Field(default=1.0, gt=0, le=100)
+    repetition_penalty: float = Field(default=1.0, ge=MIN_REPETITION_PENALTY, le=100)
 
 
 def load_defaults(checkpoint: Path) -> SamplingDefaults:

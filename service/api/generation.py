@@ -46,11 +46,24 @@ class TokenizedPrompt:
 
 async def tokenize_completion(context: ServerContext, request: CompletionRequest) -> list[TokenizedPrompt]:
     """Encode the prompts of a completion request."""
+    _check_choices(context, len(request.prompt), request.n)
     prompts = []
     for position, prompt in enumerate(request.prompt):
         name = "prompt" if len(request.prompt) == 1 else f"prompt[{position}]"
         prompts.append(await _tokenize(context, prompt, name, keep_text=bool(request.echo)))
     return prompts
+
+
+def _check_choices(context: ServerContext, prompts: int, n: int | None) -> None:
+    # Before anything is tokenised: a body holds up to a million short prompts, which would keep the event
+    # loop from everyone else for half a minute.
+    n = n or 1
+    if prompts * n > context.settings.max_choices:
+        raise InvalidRequest(
+            f"{prompts} prompts times n={n} are {prompts * n} choices, but one request may have at most "
+            f"{context.settings.max_choices}",
+            param="n" if n > 1 else "prompt",
+        )
 
 
 async def _tokenize(context: ServerContext, prompt: Prompt, name: str, *, keep_text: bool) -> TokenizedPrompt:
@@ -77,6 +90,7 @@ async def _tokenize(context: ServerContext, prompt: Prompt, name: str, *, keep_t
 
 async def tokenize_chat(context: ServerContext, request: ChatCompletionRequest) -> list[TokenizedPrompt]:
     """Render the conversation with the model's template and encode it."""
+    _check_choices(context, 1, request.n)
     messages = [message.for_template() for message in request.messages]
     if sum(len(message["content"]) for message in messages) <= _INLINE_CHARACTERS:
         token_ids = context.tokenizer.apply_chat_template(messages)
@@ -97,8 +111,8 @@ def check_model(context: ServerContext, name: str | None) -> None:
 
 
 def _max_tokens(context: ServerContext, request: GenerationRequest, prompt: TokenizedPrompt) -> int:
-    """How many tokens the sequence may have, checked against the model's context."""
-    limit = context.engine.info.max_model_len
+    """How many tokens the sequence may have, checked against the longest one that is served."""
+    limit = context.max_sequence_tokens
     length = len(prompt.token_ids)
     field, asked = "max_tokens", request.max_tokens
     echo = isinstance(request, CompletionRequest) and bool(request.echo)
@@ -230,12 +244,6 @@ class Generation:
         """
         chat = isinstance(request, ChatCompletionRequest)
         n = request.n or 1
-        if len(prompts) * n > context.settings.max_choices:
-            raise InvalidRequest(
-                f"{len(prompts)} prompts times n={n} are {len(prompts) * n} choices, but one request may "
-                f"have at most {context.settings.max_choices}",
-                param="n" if n > 1 else "prompt",
-            )
         _check_token_fields(context, request)
         echo = isinstance(request, CompletionRequest) and bool(request.echo)
         samplings = [[_sampling(context, request, prompt, k) for k in range(n)] for prompt in prompts]

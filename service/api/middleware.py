@@ -37,7 +37,7 @@ CLIENT_CLOSED_REQUEST = 499
 
 
 class ClientGone(Exception):
-    """The client closed the connection before its answer was complete."""
+    """The client closed the connection before its request or its answer was complete."""
 
 
 class Unauthorized(LacunarError):

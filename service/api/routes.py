@@ -6,6 +6,7 @@ from typing import Any, ClassVar, TypeVar
 
 from fastapi import APIRouter, Request
 from pydantic import ValidationError
+from starlette.requests import ClientDisconnect
 from starlette.responses import JSONResponse, Response
 
 from service import __version__
@@ -27,7 +28,7 @@ from .generation import (
     tokenize_chat,
     tokenize_completion,
 )
-from .middleware import arrival_of
+from .middleware import ClientGone, arrival_of
 from .schemas import (
     ChatCompletion,
     ChatCompletionRequest,
@@ -68,18 +69,21 @@ def _rejection_reason(error: LacunarError) -> str:
 
 
 async def _read_body(request: Request, limit_bytes: int) -> bytes:
-    """The body, counted while it comes in."""
+    """The body, counted while it comes in. Raises ClientGone when the client leaves before its end."""
     # Some more than allowed is read and dropped: most clients look for an answer only after they have sent
     # all, and a connection closed under them would hide the 413.
     dropped_bytes = max(limit_bytes, _DROPPED_BYTES)
     body = bytearray()
     received = 0
-    async for part in request.stream():
-        received += len(part)
-        if received <= limit_bytes:
-            body += part
-        elif received > limit_bytes + dropped_bytes:
-            break
+    try:
+        async for part in request.stream():
+            received += len(part)
+            if received <= limit_bytes:
+                body += part
+            elif received > limit_bytes + dropped_bytes:
+                break
+    except ClientDisconnect:
+        raise ClientGone from None
     if received > limit_bytes:
         raise RequestTooLarge(f"the body is larger than the {limit_bytes} bytes that this server accepts")
     return bytes(body)
@@ -162,7 +166,7 @@ def make_router(context: ServerContext) -> APIRouter:
 
     def card() -> ModelCard:
         return ModelCard(
-            id=context.model_name, created=context.created, max_model_len=context.engine.info.max_model_len
+            id=context.model_name, created=context.created, max_model_len=context.max_sequence_tokens
         )
 
     @router.get("/v1/models")

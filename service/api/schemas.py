@@ -25,6 +25,8 @@ MAX_STOPS = 16
 MAX_STOP_CHARACTERS = 1024
 MAX_BIASES = 1024
 MAX_LOGPROBS = 20
+# A logit divided by much less overflows float32, and the sequence fails in the engine.
+MIN_REPETITION_PENALTY = 0.01
 
 Prompt: TypeAlias = str | list[int]
 
@@ -213,7 +215,7 @@ class GenerationRequest(_Body):
     seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    repetition_penalty: float | None = Field(None, gt=0, le=100)
+    repetition_penalty: float | None = Field(None, ge=MIN_REPETITION_PENALTY, le=100)
     logit_bias: LogitBiasField = Field(default_factory=dict)
     stop: StopField = Field(default_factory=list)
     include_stop_str_in_output: bool | None = None

@@ -171,6 +171,13 @@ async def serve_context(
             build["cuda_kernels"],
             build["cuda_reason"],
         )
+        if context.max_sequence_tokens < context.engine.info.max_model_len:
+            logger.warning(
+                "the KV cache holds %d tokens, so no sequence can be as long as the model's %d; "
+                "raise kv_cache_bytes for longer ones",
+                context.max_sequence_tokens,
+                context.engine.info.max_model_len,
+            )
         logger.info("serving %s on %s", context.model_name, address)
         if on_ready is not None:
             on_ready(address)

@@ -17,6 +17,7 @@ import msgspec
 import zmq
 
 from service.errors import StartupError
+from service.logs import configure_logging
 
 from .config import Launch
 from .protocol import EngineFailed, LoadProgress
@@ -34,6 +35,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     faulthandler.enable()
     launch = msgspec.json.decode(sys.stdin.buffer.readline(), type=Launch)
+    configure_logging(launch.log_level)
     threading.Thread(
         target=_watch_parent, args=(launch.parent_pid,), name="parent-watch", daemon=True
     ).start()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import shutil
 import signal
@@ -271,7 +272,13 @@ class EngineClient:
             loop.create_task(self._receive(), name="engine-receive"),
             loop.create_task(self._handle_exit(), name="engine-exit"),
         ]
-        launch = Launch(config=self.config, commands=commands, outputs=outputs, parent_pid=os.getpid())
+        launch = Launch(
+            config=self.config,
+            commands=commands,
+            outputs=outputs,
+            parent_pid=os.getpid(),
+            log_level=logging.getLogger("lacunar").getEffectiveLevel(),
+        )
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # it has died already, which `_handle_exit` reports
             self._process.stdin.write(msgspec.json.encode(launch) + b"\n")

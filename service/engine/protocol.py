@@ -109,7 +109,6 @@ class LinearLayerInfo(msgspec.Struct, frozen=True, kw_only=True):
 class EngineInfo(msgspec.Struct, tag="ready", frozen=True, kw_only=True):
     """Sent once when the model is loaded and the engine takes requests; `build` has the keys BUILD_FACTS."""
 
-    model_name: str
     architecture: str
     implementation: str
     device: str

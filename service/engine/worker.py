@@ -9,7 +9,6 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -326,7 +325,6 @@ class Worker:
         spec = self.model.spec
         layers = [LinearLayerInfo(**asdict(report)) for report in self.model.layer_reports()]
         return EngineInfo(
-            model_name=Path(config.model).name,
             architecture=spec.architecture,
             implementation=spec.implementation,
             device=str(spec.device),

@@ -24,7 +24,7 @@ from .interface import ForwardBatch, KvCache, LayerReport, ModelSpec
 from .linear import TIED_HEAD, BoundLinear, SparseLinear
 from .weights import LinearPlan, WeightReader
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("lacunar.model")
 
 # Stored by old versions of transformers; computed from the configuration since.
 IGNORED_TENSORS = (r"(^|\.)rotary_emb\.inv_freq$",)

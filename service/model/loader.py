@@ -20,7 +20,7 @@ from .linear import require_device
 from .transformers_model import TransformersDecoder, build_empty, why_not_served
 from .weights import Progress, WeightReader
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("lacunar.model")
 
 Implementation = Literal["auto", "native", "transformers"]
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in WEIGHT_DTYPES}
@@ -165,7 +165,10 @@ def make_spec(
         max_model_len=max_model_len,
         dtype=dtype,
         device=device,
-        eos_token_ids=_eos_token_ids(checkpoint, text),
+        # Cut-down models keep the ids of the full one; what is never generated ends nothing.
+        eos_token_ids=tuple(
+            token for token in _eos_token_ids(checkpoint, text) if token < sizes["vocab_size"]
+        ),
         window=common_window(config) if native else None,
     )
 

@@ -36,7 +36,7 @@ from .interface import ForwardBatch, KvCache, LayerReport, ModelSpec
 from .linear import TIED_HEAD, SparseLinear
 from .weights import LinearPlan, WeightReader
 
-_log = logging.getLogger(__name__)
+_log = logging.getLogger("lacunar.model")
 
 _PROBE_TOKENS = 8
 # How far the two attention codes may be apart, relative to the largest logit: rounding of a few layers.

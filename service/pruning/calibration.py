@@ -62,13 +62,15 @@ def token_windows(model: Path, text: Path, *, sequences: int | None, sequence_to
 
     Raises:
         CheckpointError: the directory has no usable tokenizer.
-        ValueError: the text is not UTF-8 or shorter than one window.
+        ValueError: the text cannot be read, is not UTF-8 or is shorter than one window.
     """
     from transformers import AutoTokenizer
 
-    data = text.read_bytes()
     try:
+        data = text.read_bytes()
         document = data.decode("utf-8")
+    except OSError as error:
+        raise ValueError(f"{text}: the text cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise ValueError(f"{text}: is not UTF-8 text: {error}") from error
     try:

@@ -70,9 +70,13 @@ def serve(checkpoint: Path, tokenizer: Tokenizer) -> Callable[..., Any]:
     @asynccontextmanager
     async def run(**overrides: Any) -> AsyncIterator[Served]:
         max_model_len = overrides.pop("context_tokens", 256)
+        kv_blocks = overrides.pop("kv_blocks", None)
         settings = Settings(model=checkpoint, port=0, **overrides)
         engine = FakeEngine(
-            lambda text: tokenizer.encode(text, add_special_tokens=False), tokenizer.vocab_size, max_model_len
+            lambda text: tokenizer.encode(text, add_special_tokens=False),
+            tokenizer.vocab_size,
+            max_model_len,
+            kv_blocks,
         )
         context = ServerContext(
             engine=engine,  # type: ignore[arg-type]

@@ -119,7 +119,13 @@ class FakeEngine:
         aborted: ids of sequences closed before their end.
     """
 
-    def __init__(self, encode: Callable[[str], list[int]], vocab_size: int, max_model_len: int = 256) -> None:
+    def __init__(
+        self,
+        encode: Callable[[str], list[int]],
+        vocab_size: int,
+        max_model_len: int = 256,
+        kv_blocks: int | None = None,
+    ) -> None:
         self.encode = encode
         self.text = "one two three four five"
         self.tokens: list[int] | None = None
@@ -140,7 +146,6 @@ class FakeEngine:
         self.stats = EngineStats()
         self.last_heard = time.monotonic()
         self.info = EngineInfo(
-            model_name="fake",
             architecture="FakeForCausalLM",
             implementation="native",
             device="cpu",
@@ -148,7 +153,7 @@ class FakeEngine:
             vocab_size=vocab_size,
             max_model_len=max_model_len,
             eos_token_ids=[EOS],
-            num_kv_blocks=10,
+            num_kv_blocks=kv_blocks or -(-max_model_len // 16),
             kv_block_size=16,
             max_num_sequences=8,
             dense_bytes=1000,

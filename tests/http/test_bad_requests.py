@@ -60,7 +60,9 @@ async def check_unharmed(client, server) -> None:
         ({"seed": "x"}, "seed", "integer"),
         ({"presence_penalty": 3}, "presence_penalty", "less"),
         ({"frequency_penalty": -3}, "frequency_penalty", "greater"),
-        ({"repetition_penalty": 0}, "repetition_penalty", "greater than 0"),
+        ({"repetition_penalty": 0}, "repetition_penalty", "greater than"),
+        # In float32 it is 0, and dividing a logit by it would fail the sequence in the engine.
+        ({"repetition_penalty": 1e-300}, "repetition_penalty", "greater than"),
         ({"logprobs": 21}, "logprobs", "less"),
         ({"logprobs": -1}, "logprobs", "greater"),
         ({"logprobs": True}, "logprobs", "integer"),
@@ -95,6 +97,19 @@ async def test_a_bad_completion_field_is_named(client, server, fields, param, wo
     assert error["type"] == "invalid_request_error"
     assert error["param"] == param
     assert words in error["message"]
+    await check_unharmed(client, server)
+
+
+async def test_too_many_prompts_are_refused_before_they_are_tokenised(client, server, monkeypatch):
+    """A million short prompts fit into one body, and would hold the event loop for half a minute."""
+    tokenised = []
+    monkeypatch.setattr(server.context.tokenizer, "encode", lambda text, **_: tokenised.append(text) or [2])
+    response = await client.post("/v1/completions", json={"prompt": ["a"] * 129})
+
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "prompt"
+    assert "at most 128" in response.json()["error"]["message"]
+    assert tokenised == []
     await check_unharmed(client, server)
 
 
@@ -289,3 +304,27 @@ async def test_a_rejected_request_is_counted_by_its_reason(client, server):
     assert await server.metric("lacunar_rejections_total", reason="invalid") == 1
     assert await server.metric("lacunar_rejections_total", reason="model_not_found") == 1
     assert await server.metric("lacunar_requests_total", endpoint="completions") == 0
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"prompt": [2] * 33, "max_tokens": 1}, "prompt"),
+        ({"prompt": [2] * 20, "max_tokens": 13}, "max_tokens"),
+    ],
+)
+async def test_what_the_kv_cache_cannot_hold_is_refused(serve, fields, param):
+    """The engine would give the sequence up in its middle, as a fault of the server."""
+    async with (
+        serve(context_tokens=256, kv_blocks=2) as server,
+        httpx.AsyncClient(base_url=server.url) as http,
+    ):
+        response = await http.post("/v1/completions", json=fields)
+        models = (await http.get("/v1/models")).json()
+
+        assert response.status_code == 400
+        error = response.json()["error"]
+        assert (error["code"], error["param"]) == ("context_length_exceeded", param)
+        assert "32 tokens" in error["message"]
+        assert models["data"][0]["max_model_len"] == 32
+        await check_unharmed(http, server)

@@ -44,6 +44,16 @@ async def test_a_stream_names_the_role_once_for_each_choice(client, n):
         assert [c["finish_reason"] for c in own] == [None] * (len(own) - 1) + ["stop"]
 
 
+async def test_a_stream_names_the_role_although_its_first_token_shows_nothing(client, server):
+    """A character of several tokens begins with one that gives no text yet."""
+    server.engine.text = "🦊 fox"
+    response = await client.post("/v1/chat/completions", json={"messages": MESSAGES, "stream": True})
+
+    deltas = [event["choices"][0]["delta"] for event in sse(response.text)[:-1]]
+    assert deltas[0] == {"role": "assistant", "content": "🦊"}
+    assert not any("role" in delta for delta in deltas[1:])
+
+
 async def test_parts_names_and_developer_messages_reach_the_template(client, server):
     messages = [
         {"role": "developer", "content": [{"type": "text", "text": "be"}, {"type": "text", "text": "brief"}]},

@@ -73,7 +73,7 @@ async def test_a_client_that_does_not_read_is_noticed_when_it_leaves(server, tok
     server.engine.tokens = [10] * 2_000_000
     server.engine.info = type(server.engine.info)(
         **{f: getattr(server.engine.info, f) for f in server.engine.info.__struct_fields__}
-        | {"max_model_len": 3_000_000}
+        | {"max_model_len": 3_000_000, "num_kv_blocks": 200_000}
     )
     _, writer = await send(server, {"prompt": "a", "stream": True, "max_tokens": 2_000_000})
     await until(lambda: server.engine.added and server.engine.added[0].produced > 100)
@@ -104,7 +104,7 @@ async def test_others_are_not_touched(server, client):
     assert (await staying).json()["choices"][0]["text"] == "one two three four five"
 
 
-async def test_a_body_that_never_comes_reaches_no_engine(server):
+async def test_a_body_that_never_comes_reaches_no_engine(server, caplog):
     reader, writer = await asyncio.open_connection(*server.address)
     writer.write(_HEAD % 50 + b"{")
     await until(lambda: server.context.requests_open == 1)
@@ -112,6 +112,10 @@ async def test_a_body_that_never_comes_reaches_no_engine(server):
     await until(lambda: server.context.requests_open == 0)
 
     assert server.engine.added == []
+    # The client's doing: no 500, and no traceback in the log.
+    route = {"route": "/v1/completions", "method": "POST"}
+    assert await server.metric("lacunar_http_requests_total", **route, status="499") == 1
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
     reader.feed_eof()
 
 

@@ -8,6 +8,7 @@ import httpx
 import pytest
 
 from service.api.server import bind, serve_context
+from service.engine.protocol import BUILD_FACTS
 from service.errors import SettingsError
 
 from .conftest import sse
@@ -168,7 +169,8 @@ async def test_models_and_version_describe_the_server(client):
     assert models["data"][0]["max_model_len"] == 256
     assert (await client.get("/v1/models/tiny")).json() == models["data"][0]
     assert version["architecture"] == "FakeForCausalLM"
-    assert version["build"] == {"isa": "generic"}
+    assert set(version["build"]) == set(BUILD_FACTS)
+    assert version["build"]["cpu_isa"] == "generic"
 
 
 async def test_the_openapi_document_describes_the_bodies(client):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -105,9 +106,18 @@ async def test_the_engines_state_and_the_weights_are_published(client, server):
     assert total(families, "lacunar_weight_stored_bytes", format="bitmap") == 144
     assert total(families, "lacunar_weight_sparsity_ratio", format="bitmap") == 0.5
     assert total(families, "lacunar_engine_resident_memory_bytes") == 1234
-    assert total(families, "lacunar_model_info", model_name="fake") == 1
     assert "process_resident_memory_bytes" in families
     assert not any(name.startswith("lacunar_gpu") for name in families)
+
+
+async def test_the_model_has_the_name_that_clients_use(serve):
+    """Whoever joins the page to a gateway's metrics has only that one."""
+    async with serve(served_model_name="ours") as server, httpx.AsyncClient(base_url=server.url) as http:
+        _, families = await scrape(http)
+        models = (await http.get("/v1/models")).json()["data"]
+
+    assert total(families, "lacunar_model_info", model_name="ours") == 1
+    assert [model["id"] for model in models] == ["ours"]
 
 
 async def test_reasons_and_phases_exist_before_their_first_event(client):

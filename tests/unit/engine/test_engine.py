@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import logging
 import os
 import signal
 import subprocess
@@ -528,6 +529,17 @@ async def test_start_up_failure_is_raised_as_its_class(
         await EngineClient.start(config(**changes))
     assert type(caught.value) is kind
     assert message in caught.value.message
+
+
+@pytest.mark.parametrize(("level", "told"), [(logging.INFO, True), (logging.WARNING, False)])
+async def test_the_engine_logs_from_the_level_of_the_server(
+    caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str], level: int, told: bool
+) -> None:
+    """The model says there why it runs through transformers."""
+    caplog.set_level(level, logger="lacunar")
+    async with engine(model="talks"):
+        pass
+    assert ("INFO lacunar.model: told at info" in capfd.readouterr().err) == told
 
 
 async def test_cancelled_start_leaves_no_process() -> None:

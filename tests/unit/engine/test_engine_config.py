@@ -44,6 +44,7 @@ def test_launch_survives_the_way_to_the_engine() -> None:
         commands="ipc:///a",
         outputs="ipc:///b",
         parent_pid=7,
+        log_level=20,
     )
     assert msgspec.json.decode(msgspec.json.encode(launch), type=Launch) == launch
 

@@ -51,7 +51,7 @@ def test_what_the_native_code_lacks_goes_through_transformers(
     """A setting is never ignored: the reason is logged, and transformers decides what the setting means."""
     small_llama(tmp_path)
     edit_config(tmp_path, **changes)
-    with caplog.at_level(logging.INFO, logger="service.model"):
+    with caplog.at_level(logging.INFO, logger="lacunar.model"):
         model = load_model(tmp_path)
     assert model.spec.implementation == "transformers"
     assert words in caplog.text
@@ -92,6 +92,14 @@ def test_eos_of_the_configuration_is_the_default(tmp_path: Path) -> None:
     (tmp_path / "generation_config.json").unlink()
     edit_config(tmp_path, eos_token_id=[2, 3])
     assert load_model(tmp_path).spec.eos_token_ids == (2, 3)
+
+
+def test_eos_outside_the_vocabulary_never_reaches_the_sampler(tmp_path: Path) -> None:
+    """Cut-down models keep the id of the full one; masking it would fail the step for all."""
+    small_llama(tmp_path)
+    (tmp_path / "generation_config.json").unlink()
+    edit_config(tmp_path, eos_token_id=[2, VOCAB, 50256])
+    assert load_model(tmp_path).spec.eos_token_ids == (2,)
 
 
 def test_a_copy_of_the_embedding_is_tied(tmp_path: Path) -> None:

@@ -43,6 +43,12 @@ def test_a_text_that_is_not_utf8_is_refused(make_model: Callable[..., Path], tmp
         token_windows(make_model(), file, sequences=1, sequence_tokens=10)
 
 
+def test_a_text_that_is_not_there_is_refused(make_model: Callable[..., Path], tmp_path: Path) -> None:
+    """As one message of the command line, not as a traceback."""
+    with pytest.raises(ValueError, match=r"none\.txt: the text cannot be read: No such file"):
+        token_windows(make_model(), tmp_path / "none.txt", sequences=1, sequence_tokens=10)
+
+
 def test_a_model_without_a_tokenizer_is_refused(make_model: Callable[..., Path], text: Path) -> None:
     """Named, not looked up on the network."""
     directory = make_model()
