@@ -14,7 +14,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from kernels_ext import decoder_ops
 
-from .interface import ForwardBatch, KvCache
+from .interface import ForwardBatch, KvCache, ModelSpec
 
 # Rope types whose frequencies do not depend on how long the sequence is, so that one table serves all.
 STATIC_ROPE_TYPES = frozenset({"default", "linear", "llama3", "yarn"})
@@ -48,22 +48,19 @@ def rope_tables(config: Any, head_dim: int, length: int, device: torch.device) -
     return cos.to(device), sin.to(device)
 
 
-def allocate_kv_cache(
-    num_layers: int,
-    num_blocks: int,
-    block_size: int,
-    num_kv_heads: int,
-    head_dim: int,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> KvCache:
+def allocate_kv_cache(spec: ModelSpec, num_blocks: int, block_size: int) -> KvCache:
     """Make an empty paged cache, uninitialised: the system commits a page when it is first written."""
-    shape = (num_blocks, block_size, num_kv_heads, head_dim)
+    shape = (num_blocks, block_size, spec.num_kv_heads, spec.head_dim)
     return KvCache(
-        keys=[torch.empty(shape, dtype=dtype, device=device) for _ in range(num_layers)],
-        values=[torch.empty(shape, dtype=dtype, device=device) for _ in range(num_layers)],
+        keys=[torch.empty(shape, dtype=spec.dtype, device=spec.device) for _ in range(spec.num_layers)],
+        values=[torch.empty(shape, dtype=spec.dtype, device=spec.device) for _ in range(spec.num_layers)],
         block_size=block_size,
     )
+
+
+def kv_bytes_per_block(spec: ModelSpec, block_size: int) -> int:
+    """Bytes that one block of the paged cache takes over all layers."""
+    return 2 * spec.num_layers * block_size * spec.num_kv_heads * spec.head_dim * spec.dtype.itemsize
 
 
 @dataclass

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kernels_ext import decoder_ops  # noqa: F401 - registers the ops that are bound below
 
-from .attention import STATIC_ROPE_TYPES, allocate_kv_cache, rope_tables
+from .attention import STATIC_ROPE_TYPES, allocate_kv_cache, kv_bytes_per_block, rope_tables
 from .checkpoint import Checkpoint
 from .interface import ForwardBatch, KvCache, LayerReport, ModelSpec
 from .linear import TIED_HEAD, BoundLinear, SparseLinear
@@ -268,15 +268,11 @@ class NativeDecoder:
 
     def allocate_kv_cache(self, num_blocks: int, block_size: int) -> KvCache:
         """Make an empty cache on the model's device, in the model's dtype."""
-        spec = self.spec
-        return allocate_kv_cache(
-            spec.num_layers, num_blocks, block_size, spec.num_kv_heads, spec.head_dim, spec.dtype, spec.device
-        )
+        return allocate_kv_cache(self.spec, num_blocks, block_size)
 
     def kv_bytes_per_block(self, block_size: int) -> int:
         """Bytes that one block takes over all layers."""
-        spec = self.spec
-        return 2 * spec.num_layers * block_size * spec.num_kv_heads * spec.head_dim * spec.dtype.itemsize
+        return kv_bytes_per_block(self.spec, block_size)
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, kv_cache: KvCache) -> Tensor:

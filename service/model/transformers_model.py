@@ -30,7 +30,14 @@ from transformers.pytorch_utils import Conv1D
 
 from service.errors import CheckpointError, StartupError
 
-from .attention import PAGED_ATTENTION, PagedStep, allocate_kv_cache, register, running_step
+from .attention import (
+    PAGED_ATTENTION,
+    PagedStep,
+    allocate_kv_cache,
+    kv_bytes_per_block,
+    register,
+    running_step,
+)
 from .checkpoint import Checkpoint, TensorEntry, fault, matrix_shape
 from .interface import ForwardBatch, KvCache, LayerReport, ModelSpec
 from .linear import TIED_HEAD, SparseLinear
@@ -201,15 +208,11 @@ class TransformersDecoder:
 
     def allocate_kv_cache(self, num_blocks: int, block_size: int) -> KvCache:
         """Make an empty cache on the model's device, in the model's dtype."""
-        spec = self.spec
-        return allocate_kv_cache(
-            spec.num_layers, num_blocks, block_size, spec.num_kv_heads, spec.head_dim, spec.dtype, spec.device
-        )
+        return allocate_kv_cache(self.spec, num_blocks, block_size)
 
     def kv_bytes_per_block(self, block_size: int) -> int:
         """Bytes that one block takes over all layers."""
-        spec = self.spec
-        return 2 * spec.num_layers * block_size * spec.num_kv_heads * spec.head_dim * spec.dtype.itemsize
+        return kv_bytes_per_block(self.spec, block_size)
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, kv_cache: KvCache) -> Tensor:
