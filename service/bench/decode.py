@@ -28,7 +28,7 @@ from service.engine.client import EngineClient
 from service.engine.config import EngineConfig
 from service.engine.protocol import SamplingParams
 from service.errors import SettingsError
-from service.pruning.checkpoint import Checkpoint
+from service.model.checkpoint import Checkpoint, TensorEntry
 from service.pruning.pack import unpack
 
 from .gguf_writer import write_f16_gguf
@@ -314,7 +314,9 @@ def _contenders(options: DecodeBenchOptions, scratch: Path, console: Console) ->
     """The contenders that are wanted and installed; what is left out is printed with its reason."""
     wanted = options.only or _CONTENDERS
     dense = options.model
-    if Checkpoint(options.model).packed_modules:
+    with Checkpoint.open(options.model) as checkpoint:
+        plain = all(isinstance(entry, TensorEntry) for entry in checkpoint.entries.values())
+    if not plain:
         dense = scratch / "dense"
         unpack(options.model, dense)
     makers: dict[str, Callable[[str], Contender]] = {

@@ -1,14 +1,19 @@
 """Read a Hugging Face checkpoint directory: safetensors only, one tensor at a time, every claim checked.
 
-Two stored forms are read: plain tensors (sparse ones hold explicit zeros), and the portable packed form, in
-which ``<module>.weight`` is replaced by ``<module>.bitmask`` and ``<module>.compressed`` (see PackedEntry).
+Every stored form that circulates is read, and which one a tensor has is found from its keys and contents,
+never from what a configuration claims:
+
+- plain tensors; sparse ones hold explicit zeros;
+- a bitmask and the non-zeros (PackedEntry): Lacunar's own form and compressed-tensors' ``sparse-bitmask``;
+- two values of every four and a bitmask (Packed24Entry): compressed-tensors' ``sparse-24-bitmask``;
+- a weight and its mask (MaskedEntry): torch.nn.utils.prune.
+
 Nothing here maps a whole file: tensors are read with plain reads into memory that the caller owns, so that
 loading never holds more than what it is making.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Iterator, Mapping
@@ -24,60 +29,53 @@ from torch import Tensor
 
 from service.errors import CheckpointError
 
+from .headers import TensorEntry, check_index, fault, read_header, read_json, tensor_digest, weight_files
+
+__all__ = [
+    "WEIGHT_DTYPES",
+    "Checkpoint",
+    "Entry",
+    "MaskedEntry",
+    "Packed24Entry",
+    "PackedEntry",
+    "TensorEntry",
+    "fault",
+    "matrix_shape",
+]
+
 WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
-# Tags of the safetensors format. Tags with no torch dtype here cannot be part of a checkpoint that is served.
-_DTYPES: dict[str, torch.dtype] = {
-    "BOOL": torch.bool,
-    "U8": torch.uint8,
-    "I8": torch.int8,
-    "I16": torch.int16,
-    "I32": torch.int32,
-    "I64": torch.int64,
-    "U16": torch.uint16,
-    "U32": torch.uint32,
-    "U64": torch.uint64,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F32": torch.float32,
-    "F64": torch.float64,
-}
-# The limit that the safetensors format sets on its header.
-_MAX_HEADER_BYTES = 100_000_000
 # Rows are converted and unpacked in pieces of about this size: small beside any layer, large beside a read.
 _CHUNK_BYTES = 4 << 20
 _POPCOUNT = np.array([bin(byte).count("1") for byte in range(256)], dtype=np.uint8)
+# Bytes of a bitmask in which both groups of four have two bits set.
+_TWO_OF_FOUR = (_POPCOUNT[np.arange(256) & 15] == 2) & (_POPCOUNT[np.arange(256) >> 4] == 2)
 
+_PACKED_ENDINGS = (".compressed", ".bitmask", ".row_offsets", ".shape")
+# Up to version 0.8.1 compressed-tensors kept the parameter's name in its keys, since then the module's.
+_PARAMETER_ENDINGS = (".weight", ".bias")
+_MASKED_ENDINGS = ("_orig", "_mask")
+
+_DEQUANTISE = (
+    "expected float32, bfloat16 or float16 weights. Give the checkpoint that it was quantised from, or "
+    "dequantise it with the tool that wrote it and save plain safetensors"
+)
 # Stored forms that are recognised and refused, by the ending of a tensor's name. The order matters: the first
 # ending that fits gives the sentence.
 _REFUSED_FORMS: tuple[tuple[str, str], ...] = (
-    (".weight.bitmask", "the bitmask form of compressed-tensors <= 0.8.1 (keys under <module>.weight.)"),
-    (".bias.bitmask", "the bitmask form of compressed-tensors <= 0.8.1 (keys under <module>.bias.)"),
+    (
+        ".scale_packed",
+        "a quantised weight (compressed-tensors marlin-24, for which there is no decompressor)",
+    ),
+    (".meta", "a quantised weight (compressed-tensors marlin-24, for which there is no decompressor)"),
     (".weight_packed", "a quantised weight (compressed-tensors pack-quantized or marlin-24)"),
-    (".scale_packed", "a quantised weight (marlin-24)"),
     (".qweight", "a quantised weight (GPTQ or AWQ)"),
     (".qzeros", "a quantised weight (GPTQ or AWQ)"),
     (".weight_scale", "a quantised weight (compressed-tensors)"),
     (".weight_scale_inv", "a quantised weight (block-wise fp8)"),
     (".weight.absmax", "a quantised weight (bitsandbytes)"),
     (".SCB", "a quantised weight (bitsandbytes)"),
-    (".weight_orig", "a weight with a separate mask (torch.nn.utils.prune)"),
-    (".weight_mask", "a weight with a separate mask (torch.nn.utils.prune)"),
 )
-
-
-@dataclass(frozen=True, slots=True)
-class TensorEntry:
-    """A plain tensor: where its bytes lie and what the file's header says of them."""
-
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    file: Path
-    offset: int
-    nbytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +87,7 @@ class PackedEntry:
         values: ``<module>.compressed``, 1-D, the non-zeros in row-major order.
         bitmask: ``<module>.bitmask``, uint8 ``[N, ceil(K / 8)]``, least significant bit first.
         row_offsets: ``<module>.row_offsets``, int64 ``[N]``, index of each row's first value.
+        sizes: ``<module>.shape``, int64 ``[2]``: N, K.
 
     Source: compressed-tensors 0.9.4, ``sparse-bitmask``; Lacunar's own packed form is the same.
     """
@@ -98,6 +97,7 @@ class PackedEntry:
     values: TensorEntry
     bitmask: TensorEntry
     row_offsets: TensorEntry
+    sizes: TensorEntry
 
     @property
     def dtype(self) -> torch.dtype:
@@ -110,18 +110,85 @@ class PackedEntry:
         return self.values.file
 
     @property
+    def parts(self) -> tuple[TensorEntry, ...]:
+        """The stored tensors that make it up."""
+        return self.values, self.bitmask, self.row_offsets, self.sizes
+
+    @property
     def nnz(self) -> int:
         """How many values are stored."""
         return self.values.shape[0]
 
 
-Entry = TensorEntry | PackedEntry
+@dataclass(frozen=True, slots=True)
+class Packed24Entry:
+    """A matrix ``[N, K]`` of which two in every four values of a row are stored, explicit zeros among them.
+
+    Attributes:
+        name: the name that the dense tensor would have.
+        values: ``<module>.compressed``, ``[N, K / 2]``.
+        bitmask: ``<module>.bitmask``, uint8 ``[N, ceil(K / 8)]``, least significant bit first.
+        sizes: ``<module>.shape``, int64 ``[2, 1]``: N, K.
+
+    Source: compressed-tensors 0.9.4 to 0.14.0.1, ``sparse-24-bitmask``.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    values: TensorEntry
+    bitmask: TensorEntry
+    sizes: TensorEntry
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The values' dtype."""
+        return self.values.dtype
+
+    @property
+    def file(self) -> Path:
+        """The file that holds the values."""
+        return self.values.file
+
+    @property
+    def parts(self) -> tuple[TensorEntry, ...]:
+        """The stored tensors that make it up."""
+        return self.values, self.bitmask, self.sizes
 
 
-def fault(file: Path, tensor: str | None, expected: str, found: str, hint: str = "") -> CheckpointError:
-    """Make the error for one inconsistency: file, tensor, what was expected, what was found, what next."""
-    where = f"{file}: tensor {tensor}" if tensor is not None else f"{file}"
-    return CheckpointError(f"{where}: expected {expected}, found {found}{'. ' + hint if hint else ''}")
+@dataclass(frozen=True, slots=True)
+class MaskedEntry:
+    """A tensor that torch.nn.utils.prune stores as ``<name>_orig`` and ``<name>_mask`` of ones and zeros.
+
+    Its values are the originals where the mask is one and +0 elsewhere. (torch multiplies the two, which
+    leaves -0 for negative and NaN for infinite originals; zeros are meant.)
+    """
+
+    name: str
+    original: TensorEntry
+    mask: TensorEntry
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The dense tensor's shape."""
+        return self.original.shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The original's dtype."""
+        return self.original.dtype
+
+    @property
+    def file(self) -> Path:
+        """The file that holds the original."""
+        return self.original.file
+
+    @property
+    def parts(self) -> tuple[TensorEntry, ...]:
+        """The stored tensors that make it up."""
+        return self.original, self.mask
+
+
+Entry = TensorEntry | PackedEntry | Packed24Entry | MaskedEntry
 
 
 def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
@@ -135,34 +202,51 @@ def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
 class Checkpoint:
     """An open checkpoint directory. Use it as a context manager; it holds one descriptor per file.
 
+    Where a file's metadata has digests (Lacunar writes them), a tensor that is read from end to end is
+    compared with its digest, whoever reads it: a flipped bit in a value is an error, not another value.
+
     Attributes:
         path: the directory.
         config: config.json as parsed.
         entries: every stored tensor by the name it has when dense.
+        refusal: why no such checkpoint is served (it is quantised), or None; see `open`.
     """
 
     path: Path
     config: dict[str, Any]
     entries: Mapping[str, Entry]
+    refusal: str | None = None
     _files: dict[Path, FileIO] = field(default_factory=dict, repr=False)
+    # Of tensors with a digest: the hash of what was read so far and where it ends; None once it was right.
+    _hashes: dict[str, tuple[Any, int] | None] = field(default_factory=dict, repr=False)
 
     @classmethod
-    def open(cls, path: str | Path) -> Self:
+    def open(cls, path: str | Path, *, allow_refused: bool = False) -> Self:
         """Read config.json and all headers, and check them against each other and the files' sizes.
+
+        Args:
+            path: the directory.
+            allow_refused: open a quantised checkpoint all the same, with `refusal` set: to look at it.
 
         Raises:
             CheckpointError: the directory, a file, a header or the stored form is not what can be served.
         """
         root = Path(path)
+        try:
+            return cls._open(root, allow_refused)
+        except OSError as error:
+            raise fault(Path(error.filename or root), None, "a readable file", str(error.strerror)) from error
+
+    @classmethod
+    def _open(cls, root: Path, allow_refused: bool) -> Self:
         if not root.is_dir():
             found = "a file" if root.exists() else "nothing"
             hint = "GGUF is read by `lacunar demo` only; convert it first" if root.suffix == ".gguf" else ""
             raise fault(root, None, "a directory with config.json and safetensors files", found, hint)
-        config = _read_json(root / "config.json", "the model's configuration")
-        _refuse_quantised(root / "config.json", config)
+        config = read_json(root / "config.json", "the model's configuration")
         plain: dict[str, TensorEntry] = {}
-        for file in _weight_files(root):
-            for entry in _read_header(file):
+        for file in weight_files(root):
+            for entry in read_header(file):
                 if entry.name in plain:
                     raise fault(
                         file,
@@ -171,10 +255,13 @@ class Checkpoint:
                         f"it in {plain[entry.name].file.name} as well",
                     )
                 plain[entry.name] = entry
-        checkpoint = cls(path=root, config=config, entries={})
-        _check_index(root, plain)
+        check_index(root, plain)
+        refusal = _quantised(root / "config.json", config) or _refused_form(plain)
+        if refusal is not None and not allow_refused:
+            raise CheckpointError(refusal)
+        checkpoint = cls(path=root, config=config, entries={}, refusal=refusal)
         try:
-            checkpoint.entries = _group_packed(checkpoint, plain)
+            checkpoint.entries = plain if refusal is not None else _group(checkpoint, plain)
         except BaseException:
             checkpoint.close()
             raise
@@ -201,9 +288,7 @@ class Checkpoint:
 
     def nbytes(self, entry: Entry) -> int:
         """Bytes that the entry takes on disk."""
-        if isinstance(entry, TensorEntry):
-            return entry.nbytes
-        return entry.values.nbytes + entry.bitmask.nbytes + entry.row_offsets.nbytes
+        return sum(part.nbytes for part in entry.parts)
 
     def find(self, name: str, shape: tuple[int, ...]) -> Entry:
         """Return the entry of a floating-point tensor after checking its shape and dtype.
@@ -255,7 +340,10 @@ class Checkpoint:
         """
         N, K = matrix_shape(entry.shape)
         step = max(1, _CHUNK_BYTES // max(1, K * 4))
-        if isinstance(entry, PackedEntry):
+        if isinstance(entry, MaskedEntry):
+            yield from self._masked_rows(entry, dtype, step)
+            return
+        if isinstance(entry, (PackedEntry, Packed24Entry)):
             yield from self._packed_rows(entry, dtype, step)
             return
         raw = torch.empty((min(step, N), K), dtype=entry.dtype)
@@ -301,10 +389,23 @@ class Checkpoint:
         self._read_raw(entry, 0, out.view(-1))
         return out
 
-    def _packed_rows(self, entry: PackedEntry, dtype: torch.dtype, step: int) -> Iterator[tuple[int, Tensor]]:
+    def read(self, entry: Entry) -> Tensor:
+        """Read a tensor whole and dense, in its stored dtype. Raises as `read_into`."""
+        if isinstance(entry, TensorEntry):
+            return self.read_small(entry)
+        out = torch.empty(entry.shape, dtype=entry.dtype)
+        self.read_into(entry, out)
+        return out
+
+    def _packed_rows(
+        self, entry: PackedEntry | Packed24Entry, dtype: torch.dtype, step: int
+    ) -> Iterator[tuple[int, Tensor]]:
         N, K = matrix_shape(entry.shape)
         width = -(-K // 8)
-        counts = self._row_counts(entry)
+        if isinstance(entry, PackedEntry):
+            counts = self._row_counts(entry)
+        else:
+            counts = torch.full((N,), K // 2, dtype=torch.int64)
         starts = torch.cat((counts.new_zeros(1), counts.cumsum(0))).tolist()
         for first in range(0, N, step):
             last = min(first + step, N)
@@ -317,6 +418,26 @@ class Checkpoint:
             rows = torch.zeros((last - first, K), dtype=dtype)
             rows.masked_scatter_(torch.from_numpy(mask), _convert(entry, values, dtype))
             yield first, rows
+
+    def _masked_rows(self, entry: MaskedEntry, dtype: torch.dtype, step: int) -> Iterator[tuple[int, Tensor]]:
+        N, K = matrix_shape(entry.shape)
+        raw = torch.empty((min(step, N), K), dtype=entry.dtype)
+        raw_mask = torch.empty((min(step, N), K), dtype=entry.mask.dtype)
+        for first in range(0, N, step):
+            count = min(step, N - first)
+            rows, mask = raw[:count], raw_mask[:count]
+            self._read_raw(entry.original, first * K, rows.view(-1))
+            self._read_raw(entry.mask, first * K, mask.view(-1))
+            odd = (mask != 0) & (mask != 1)
+            if bool(odd.any()):
+                row, column = torch.nonzero(odd)[0].tolist()
+                raise fault(
+                    entry.mask.file,
+                    entry.mask.name,
+                    "a mask of zeros and ones",
+                    f"{float(mask[row, column]):g} in row {first + row}, column {column}",
+                )
+            yield first, _convert(entry, rows.masked_fill_(mask == 0, 0.0), dtype)
 
     def _row_counts(self, entry: PackedEntry) -> Tensor:
         """Values per row from the row offsets, after checking them against the number of values."""
@@ -345,22 +466,48 @@ class Checkpoint:
         """Fill the 1-D ``out`` with elements ``start:`` of the stored tensor, in its stored dtype."""
         if out.numel() == 0:
             return
-        file = self._files.get(entry.file)
-        if file is None:
-            file = self._files[entry.file] = entry.file.open("rb", buffering=0)
         view = out.view(torch.uint8).numpy().data
-        file.seek(entry.offset + start * entry.dtype.itemsize)
         done = 0
-        while done < len(view):
-            got = file.readinto(view[done:])
-            if not got:
+        try:
+            file = self._files.get(entry.file)
+            if file is None:
+                file = self._files[entry.file] = entry.file.open("rb", buffering=0)
+            file.seek(entry.offset + start * entry.dtype.itemsize)
+            while done < len(view):
+                got = file.readinto(view[done:])
+                if not got:
+                    raise fault(
+                        entry.file,
+                        entry.name,
+                        f"{len(view)} bytes at byte {entry.offset}",
+                        f"{done}: the file is truncated",
+                    )
+                done += got
+        except OSError as error:
+            raise fault(entry.file, entry.name, "a readable file", str(error.strerror)) from error
+        if entry.digest:
+            self._compare_digest(entry, start * entry.dtype.itemsize, view)
+
+    def _compare_digest(self, entry: TensorEntry, start: int, view: memoryview) -> None:
+        """Go on with the hash of a tensor that is read in order; at its end compare it with the digest."""
+        if start == 0 and entry.name not in self._hashes:
+            self._hashes[entry.name] = tensor_digest(entry.name, entry.dtype, entry.shape), 0
+        state = self._hashes.get(entry.name)
+        if state is None or state[1] != start:
+            return
+        digest, position = state[0], start + len(view)
+        digest.update(view)
+        self._hashes[entry.name] = digest, position
+        if position == entry.nbytes:
+            if digest.hexdigest() != entry.digest:
                 raise fault(
                     entry.file,
                     entry.name,
-                    f"{len(view)} bytes at byte {entry.offset}",
-                    f"{done}: the file is truncated",
+                    f"the contents that were written (SHA-256 {entry.digest[:16]}...)",
+                    f"others ({digest.hexdigest()[:16]}...)",
+                    "the file is damaged; copy or make it again",
                 )
-            done += got
+            self._hashes[entry.name] = None
 
 
 def _convert(entry: Entry, source: Tensor, dtype: torch.dtype) -> Tensor:
@@ -381,10 +528,13 @@ def _convert(entry: Entry, source: Tensor, dtype: torch.dtype) -> Tensor:
     return out
 
 
-def _check_bitmask(entry: PackedEntry, first: int, bitmap: Tensor, counts: Tensor) -> None:
-    """Compare rows of a bitmask with the values that the row offsets give them."""
+def _check_bitmask(entry: PackedEntry | Packed24Entry, first: int, bitmap: Tensor, counts: Tensor) -> None:
+    """Compare rows of a bitmask with the values that the row offsets, or two in every four, give them."""
     K = matrix_shape(entry.shape)[1]
     bits = bitmap.numpy()
+    if isinstance(entry, Packed24Entry):
+        _check_two_of_four(entry, first, bits)
+        return
     set_bits = _POPCOUNT[bits].sum(axis=1, dtype=np.int64)
     wanted = counts[first : first + bits.shape[0]].numpy()
     wrong = np.flatnonzero(set_bits != wanted)
@@ -407,236 +557,129 @@ def _check_bitmask(entry: PackedEntry, first: int, bitmap: Tensor, counts: Tenso
         )
 
 
-def _read_json(file: Path, what: str) -> dict[str, Any]:
-    if not file.is_file():
-        raise fault(file, None, what, "no such file")
-    try:
-        value = json.loads(file.read_bytes())
-    except ValueError as error:
-        raise fault(file, None, "JSON", f"a syntax error ({error})") from error
-    if not isinstance(value, dict):
-        raise fault(file, None, "a JSON object", type(value).__name__)
-    return value
-
-
-def _weight_files(root: Path) -> list[Path]:
-    """The safetensors files that make up the model: one file, or the shards that the index names."""
-    single, index = root / "model.safetensors", root / "model.safetensors.index.json"
-    if single.is_file():
-        return [single]
-    if index.is_file():
-        shards = sorted(set(_weight_map(index).values()))
-        for shard in shards:
-            if Path(shard).name != shard or shard in (".", ".."):
-                raise fault(index, None, "names of files in this directory", repr(shard))
-            if not (root / shard).is_file():
-                raise fault(index, None, f"the shard {shard} beside it", "no such file")
-        return [root / shard for shard in shards]
-    shards_found = sorted(file.name for file in root.glob("*.safetensors"))
-    if shards_found:
+def _check_two_of_four(entry: Packed24Entry, first: int, bits: Any) -> None:
+    K = entry.shape[1]
+    sound = _TWO_OF_FOUR[bits]
+    if K % 8:
+        # The last byte holds one group; its other half is padding.
+        sound[:, -1] = (_POPCOUNT[bits[:, -1] & 15] == 2) & (bits[:, -1] < 16)
+    if not sound.all():
+        row, byte = (int(index[0]) for index in np.nonzero(~sound))
         raise fault(
-            root,
-            None,
-            "model.safetensors, or model.safetensors.index.json",
-            f"{', '.join(shards_found)} and no index",
+            entry.bitmask.file,
+            entry.bitmask.name,
+            "two bits set in every group of four columns",
+            f"byte {byte} of row {first + row} is {int(bits[row, byte]):#010b}",
         )
-    others = sorted(
-        file.name for file in root.iterdir() if file.suffix in (".bin", ".pt", ".pth", ".gguf", ".h5")
-    )
-    hint = (
-        f"{', '.join(others)} is not read: pickled and other formats are never loaded. Convert to safetensors"
-        if others
-        else ""
-    )
-    raise fault(root, None, "model.safetensors, or model.safetensors.index.json", "neither", hint)
 
 
-def _weight_map(index: Path) -> dict[str, str]:
-    weight_map = _read_json(index, "the index of the shards").get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise fault(index, None, "a weight_map from tensor names to files", type(weight_map).__name__)
-    for name, shard in weight_map.items():
-        if not isinstance(shard, str):
-            raise fault(index, name, "a file name", repr(shard))
-    return weight_map
-
-
-def _check_index(root: Path, plain: dict[str, TensorEntry]) -> None:
-    """Hold the index and the shards' headers to each other."""
-    index = root / "model.safetensors.index.json"
-    if (root / "model.safetensors").is_file():
-        return
-    weight_map = _weight_map(index)
-    for name, shard in weight_map.items():
-        entry = plain.get(name)
-        if entry is None or entry.file.name != shard:
-            found = "it in no shard" if entry is None else f"it in {entry.file.name}"
-            raise fault(root / shard, name, f"the tensor here (from {index.name})", found)
-    for name, entry in plain.items():
-        if name not in weight_map:
-            raise fault(index, name, f"an entry for this tensor of {entry.file.name}", "none")
-
-
-def _read_header(file: Path) -> list[TensorEntry]:
-    """Parse and check one safetensors header: sizes, dtypes, and that the data covers the file exactly."""
-    size = file.stat().st_size
-    with file.open("rb") as stream:
-        head = stream.read(8)
-        if len(head) < 8:
-            raise fault(file, None, "a safetensors file", f"{size} bytes: too short for a header")
-        length = int.from_bytes(head, "little")
-        if length > min(_MAX_HEADER_BYTES, size - 8):
-            raise fault(
-                file,
-                None,
-                f"a safetensors header of at most {min(_MAX_HEADER_BYTES, size - 8)} bytes",
-                f"a length field of {length}: the file is truncated or not safetensors",
-            )
-        text = stream.read(length)
-    try:
-        header = json.loads(text, object_pairs_hook=_unique_pairs)
-    except ValueError as error:
-        raise fault(file, None, "a JSON header", f"{error}") from error
-    if not isinstance(header, dict):
-        raise fault(file, None, "a JSON object as header", type(header).__name__)
-    header.pop("__metadata__", None)
-    start = 8 + length
-    entries = [_parse_entry(file, name, value, start, size) for name, value in header.items()]
-    position = start
-    for entry in sorted(entries, key=lambda item: (item.offset, item.nbytes)):
-        if entry.offset != position:
-            raise fault(
-                file,
-                entry.name,
-                f"its data to start at byte {position}",
-                f"{entry.offset}: an overlap or a hole",
-            )
-        position += entry.nbytes
-    if position != size:
-        raise fault(file, None, f"{position} bytes (the end of the last tensor)", f"a file of {size} bytes")
-    return entries
-
-
-def _unique_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result = dict(pairs)
-    if len(result) != len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"the key {next(name for name in names if names.count(name) > 1)!r} twice")
-    return result
-
-
-def _is_size(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
-
-
-def _parse_entry(file: Path, name: str, value: object, start: int, size: int) -> TensorEntry:
-    if not isinstance(value, dict):
-        raise fault(file, name, "an object with dtype, shape and data_offsets", type(value).__name__)
-    tag, shape, offsets = value.get("dtype"), value.get("shape"), value.get("data_offsets")
-    if not isinstance(tag, str) or tag not in _DTYPES:
-        raise fault(file, name, f"a dtype among {', '.join(_DTYPES)}", repr(tag))
-    if not isinstance(shape, list) or not all(_is_size(n) for n in shape):
-        raise fault(file, name, "a shape of non-negative integers", repr(shape))
-    if not isinstance(offsets, list) or len(offsets) != 2 or not all(_is_size(n) for n in offsets):
-        raise fault(file, name, "two data_offsets", repr(offsets))
-    dtype = _DTYPES[tag]
-    nbytes = math.prod(shape) * dtype.itemsize
-    if offsets[1] - offsets[0] != nbytes:
-        raise fault(
-            file,
-            name,
-            f"{nbytes} bytes for {tag} {shape}",
-            f"data_offsets that span {offsets[1] - offsets[0]}",
-        )
-    if start + offsets[1] > size:
-        raise fault(
-            file,
-            name,
-            f"its data to end at byte {start + offsets[1]}",
-            f"a file of {size} bytes: it is truncated",
-        )
-    return TensorEntry(name, dtype, tuple(shape), file, start + offsets[0], nbytes)
-
-
-def _group_packed(checkpoint: Checkpoint, plain: dict[str, TensorEntry]) -> dict[str, Entry]:
-    """Gather the four tensors of each packed matrix into one entry under the dense tensor's name."""
-    for name, entry in plain.items():
-        for ending, form in _REFUSED_FORMS:
-            if name.endswith(ending):
-                raise CheckpointError(
-                    f"{entry.file}: tensor {name} belongs to {form}, which is not read yet. "
-                    "Save the model as plain safetensors with explicit zeros."
-                )
+def _group(checkpoint: Checkpoint, plain: dict[str, TensorEntry]) -> dict[str, Entry]:
+    """Gather the tensors that belong together into one entry under the dense tensor's name."""
     entries: dict[str, Entry] = dict(plain)
-    modules = sorted(
-        {
-            name.removesuffix(end)
-            for name in plain
-            for end in (".compressed", ".bitmask")
-            if name.endswith(end)
-        }
-    )
-    for module in modules:
-        packed = _packed_entry(checkpoint, module, plain)
-        if packed.name in plain:
+
+    def replace(entry: PackedEntry | Packed24Entry | MaskedEntry) -> None:
+        for part in entry.parts:
+            del entries[part.name]
+        if entry.name in entries:
+            clash = entries[entry.name]
             raise fault(
-                plain[packed.name].file,
-                packed.name,
-                "one form of each weight",
-                f"it dense and as {module}.compressed",
+                clash.file, entry.name, "one form of each weight", f"it dense and as {entry.parts[0].name}"
             )
-        for ending in (".compressed", ".bitmask", ".row_offsets", ".shape"):
-            del entries[module + ending]
-        entries[packed.name] = packed
+        entries[entry.name] = entry
+
+    for stem in _stems(plain, (".compressed", ".bitmask")):
+        replace(_packed_entry(checkpoint, stem, plain))
+    for stem in _stems(plain, _MASKED_ENDINGS):
+        if stem.endswith(_PARAMETER_ENDINGS):
+            replace(_masked_entry(checkpoint, stem, plain))
     return entries
 
 
-def _packed_entry(checkpoint: Checkpoint, module: str, plain: dict[str, TensorEntry]) -> PackedEntry:
-    def part(ending: str) -> TensorEntry:
-        entry = plain.get(module + ending)
-        if entry is None:
-            raise fault(checkpoint.path, module + ending, f"this part of the packed weight {module}", "none")
-        return entry
+def _stems(plain: dict[str, TensorEntry], endings: tuple[str, ...]) -> list[str]:
+    """What is left of the names with one of these endings, each once."""
+    return sorted({name.removesuffix(end) for name in plain for end in endings if name.endswith(end)})
 
-    def check(entry: TensorEntry, dtypes: tuple[torch.dtype, ...], shape: tuple[int, ...], why: str) -> None:
-        if entry.dtype not in dtypes or entry.shape != shape:
-            names = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-            found = f"{str(entry.dtype).removeprefix('torch.')} {list(entry.shape)}"
-            raise fault(entry.file, entry.name, f"{names} {list(shape)} ({why})", found)
 
-    values, bitmask, sizes = part(".compressed"), part(".bitmask"), part(".shape")
-    if values.dtype not in WEIGHT_DTYPES:
+def _part(checkpoint: Checkpoint, name: str, whole: str, plain: dict[str, TensorEntry]) -> TensorEntry:
+    entry = plain.get(name)
+    if entry is None:
+        raise fault(checkpoint.path, name, f"this part of {whole}", "none")
+    return entry
+
+
+def _check_part(
+    entry: TensorEntry, dtypes: tuple[torch.dtype, ...], shape: tuple[int, ...], why: str
+) -> None:
+    if entry.dtype not in dtypes or entry.shape != shape:
+        names = " or ".join(_name(dtype) for dtype in dtypes)
         raise fault(
-            values.file,
-            values.name,
-            "dtype float32, bfloat16 or float16",
-            str(values.dtype).removeprefix("torch."),
-            "quantised values are not read yet",
+            entry.file,
+            entry.name,
+            f"{names} {list(shape)} ({why})",
+            f"{_name(entry.dtype)} {list(entry.shape)}",
         )
-    if len(values.shape) == 2 and module + ".row_offsets" not in plain:
-        raise CheckpointError(
-            f"{values.file}: tensor {values.name} belongs to the sparse-24-bitmask form of "
-            "compressed-tensors, which is not read yet. Save the model as plain safetensors with explicit "
-            "zeros."
-        )
-    offsets = part(".row_offsets")
-    if sizes.dtype != torch.int64 or len(sizes.shape) != 1 or sizes.shape[0] not in (1, 2):
-        raise fault(
-            sizes.file, sizes.name, "int64 [2]", f"{sizes.dtype} {list(sizes.shape)}".removeprefix("torch.")
-        )
-    shape = tuple(checkpoint.read_small(sizes).tolist())
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _packed_entry(
+    checkpoint: Checkpoint, stem: str, plain: dict[str, TensorEntry]
+) -> PackedEntry | Packed24Entry:
+    whole = f"the packed weight {stem}"
+    values, bitmask, sizes = (
+        _part(checkpoint, stem + end, whole, plain) for end in (".compressed", ".bitmask", ".shape")
+    )
+    name = stem if stem.endswith(_PARAMETER_ENDINGS) else f"{stem}.weight"
+    # 8-bit values are known and laid out the same; `find` refuses them where they would be served.
+    if values.dtype not in (*WEIGHT_DTYPES, torch.float8_e4m3fn, torch.float8_e5m2):
+        raise fault(values.file, values.name, "values of 8, 16 or 32 bits", _name(values.dtype))
+    two_of_four = len(values.shape) == 2 and stem + ".row_offsets" not in plain
+    if sizes.dtype != torch.int64 or sizes.shape not in (((2,), (2, 1)) if two_of_four else ((2,), (1,))):
+        raise fault(sizes.file, sizes.name, "int64 [2]", f"{_name(sizes.dtype)} {list(sizes.shape)}")
+    shape = tuple(checkpoint.read_small(sizes).view(-1).tolist())
     # The bitmask's own shape bounds these sizes below, before memory is asked for.
     if any(size < 0 for size in shape):
         raise fault(sizes.file, sizes.name, "sizes of at least 0", str(list(shape)))
     width = -(-shape[-1] // 8)
-    check(values, WEIGHT_DTYPES, (values.shape[0],) if values.shape else (0,), "the non-zeros in row order")
-    check(bitmask, (torch.uint8,), (*shape[:-1], width), f"one bit an element of {list(shape)}")
-    check(offsets, (torch.int64,), shape[:-1], f"one offset a row of {list(shape)}")
-    return PackedEntry(module + ".weight", shape, values, bitmask, offsets)
+    _check_part(bitmask, (torch.uint8,), (*shape[:-1], width), f"one bit an element of {list(shape)}")
+    if two_of_four:
+        if shape[1] % 4:
+            raise fault(sizes.file, sizes.name, "columns in groups of four", str(shape[1]))
+        half = (shape[0], shape[1] // 2)
+        _check_part(values, (values.dtype,), half, f"two values of every four of {list(shape)}")
+        return Packed24Entry(name, shape, values, bitmask, sizes)
+    offsets = _part(checkpoint, stem + ".row_offsets", whole, plain)
+    length = values.shape[0] if values.shape else 0
+    _check_part(values, (values.dtype,), (length,), "the non-zeros in row order")
+    _check_part(offsets, (torch.int64,), shape[:-1], f"one offset a row of {list(shape)}")
+    return PackedEntry(name, shape, values, bitmask, offsets, sizes)
 
 
-def _refuse_quantised(file: Path, config: dict[str, Any]) -> None:
-    """Refuse what the configuration says is quantised. A claim of sparsity is not trusted: keys decide."""
+def _masked_entry(checkpoint: Checkpoint, stem: str, plain: dict[str, TensorEntry]) -> MaskedEntry:
+    original, mask = (
+        _part(checkpoint, stem + end, f"the masked tensor {stem}", plain) for end in _MASKED_ENDINGS
+    )
+    masks = (torch.bool, torch.uint8, *WEIGHT_DTYPES)
+    _check_part(mask, masks, original.shape, f"a mask for {original.name}")
+    return MaskedEntry(stem, original, mask)
+
+
+def _refused_form(plain: dict[str, TensorEntry]) -> str | None:
+    """The sentence about the first tensor of a form that is not read, or None."""
+    marlin = any(name.endswith(".scale_packed") for name in plain)
+    for ending, form in _REFUSED_FORMS:
+        if ending == ".meta" and not marlin:
+            continue
+        for name, entry in plain.items():
+            if name.endswith(ending):
+                return f"{entry.file}: tensor {name} belongs to {form}; {_DEQUANTISE}."
+    return None
+
+
+def _quantised(file: Path, config: dict[str, Any]) -> str | None:
+    """Say that the configuration calls it quantised. A claim of sparsity is not trusted: keys decide."""
     for key in ("quantization_config", "compression_config"):
         claim = config.get(key)
         if claim is None:
@@ -654,17 +697,13 @@ def _refuse_quantised(file: Path, config: dict[str, Any]) -> None:
                     f"{form!r}, version {version!r}",
                     "it was written by a newer Lacunar; update this one",
                 )
-        elif method == "compressed-tensors":
-            if claim.get("config_groups"):
-                raise CheckpointError(
-                    f"{file}: {key} says that the weights are quantised (compressed-tensors "
-                    f"{claim.get('format', '')}), expected float32, bfloat16 or float16 weights."
-                )
-        else:
-            raise CheckpointError(
-                f"{file}: {key} says that the weights are quantised ({method}), expected float32, bfloat16 "
-                "or float16 weights."
-            )
+        elif method != "compressed-tensors":
+            return f"{file}: {key} says that the weights are quantised ({method}), {_DEQUANTISE}."
+        elif claim.get("config_groups"):
+            form = claim.get("format", "")
+            what = f"compressed-tensors {form}"
+            return f"{file}: {key} says that the weights are quantised ({what}), {_DEQUANTISE}."
+    return None
 
 
 def _nearest(name: str, entries: Mapping[str, Entry]) -> str:

@@ -47,6 +47,19 @@ class LinearPlan:
         return sum(rows for _, rows in self.sources)
 
 
+def drop_negative_zeros(dense: Tensor) -> int:
+    """Turn each -0.0 into +0.0, in place; returns how many there were.
+
+    Pruning by a mask leaves -0.0 where a weight was negative. The packer stores whatever has a bit set, so
+    they would take as much as weights. Every other value keeps its bits, NaN payloads included.
+    """
+    negative = (dense == 0).logical_and_(torch.signbit(dense))
+    count = int(torch.count_nonzero(negative))
+    if count:
+        dense.masked_fill_(negative, 0.0)
+    return count
+
+
 class WeightReader:
     """Reads layers of an open checkpoint in the dtype that is served, and keeps account of what was read."""
 
@@ -120,15 +133,14 @@ class WeightReader:
         nnz = int(torch.count_nonzero(dense))
         stored = choose_format(N, K, dense.dtype, nnz, device=self.device.type, weights=self.weights)
         if stored.name == "bitmap":
-            # Pruning by a mask leaves -0.0 where a weight was negative; adding zero makes it a zero with no
-            # bit set, which is what the packer skips. Every other value stays as it is.
-            return SparseLinear(name, pack(dense.add_(0.0)), bias, stored)
+            drop_negative_zeros(dense)
+            return SparseLinear(name, pack(dense), bias, stored)
         return SparseLinear(name, dense.to(self.device, copy=shared), bias, stored, nnz)
 
     def inspect(self, plan: LinearPlan) -> LayerReport:
         """Report on a layer as `linear` would store it, without keeping it."""
         entries = self._entries(plan)
-        nnz = sum(self.count_nonzero(entry) for entry in entries)
+        nnz = self._count_stored(plan, entries)
         stored = choose_format(plan.N, plan.K, self.dtype, nnz, device=self.device.type, weights=self.weights)
         for name, _ in plan.sources:
             self.mark_used(name)
@@ -140,6 +152,12 @@ class WeightReader:
     def count_nonzero(self, entry: Entry) -> int:
         """Non-zeros of a stored tensor once it is in the served dtype; also checks a packed entry whole."""
         return sum(int(torch.count_nonzero(rows)) for _, rows in self.checkpoint.rows(entry, self.dtype))
+
+    def _count_stored(self, plan: LinearPlan, entries: list[Entry]) -> int:
+        """What `linear` would count: stored values where all is packed, else non-zeros."""
+        found = [self.count_nonzero(entry) for entry in entries]
+        packed = [entry.nnz for entry in entries if isinstance(entry, PackedEntry)]
+        return sum(found) if plan.transposed or len(packed) < len(entries) else sum(packed)
 
     def mark_used(self, name: str) -> None:
         """Note that a tensor has been read."""

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from service.errors import CheckpointError
 
-from .checkpoint import new_directory, tensor_entry, write_json, write_safetensors
 from .progress import Progress, no_progress
+from .writer import new_directory, pending, write_json, write_safetensors
 
 # GGUF's token types (ggml's llama_token_type): 3 is a control token.
 _CONTROL_TOKEN = 3
@@ -65,7 +65,7 @@ def convert(gguf_file: Path, out: Path, progress: Progress = no_progress) -> Non
     with new_directory(out) as directory:
         tensors = _tensors(gguf_file, reader, metadata, progress)
         config = _config(metadata, tensors)
-        entries = [tensor_entry(name, tensor) for name, tensor in tensors.items()]
+        entries = [pending(name, tensor) for name, tensor in tensors.items()]
         write_safetensors(directory / "model.safetensors", entries)
         write_json(directory / "config.json", config)
         generation = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}

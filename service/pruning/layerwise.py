@@ -20,8 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from service.errors import CheckpointError
-
-from .checkpoint import Checkpoint
+from service.model.checkpoint import Checkpoint
 
 
 class LayerwiseModel:
@@ -43,8 +42,9 @@ class LayerwiseModel:
             config = AutoConfig.from_pretrained(
                 checkpoint.path, trust_remote_code=False, local_files_only=True
             )
-            if hasattr(config, "quantization_config"):
-                del config.quantization_config
+            for key in ("quantization_config", "compression_config"):
+                if hasattr(config, key):
+                    delattr(config, key)
             with _parameters_on_meta():
                 self._model = AutoModelForCausalLM.from_config(
                     config, dtype=torch.float32, attn_implementation="sdpa", trust_remote_code=False
@@ -77,7 +77,8 @@ class LayerwiseModel:
         first = next(name for name, _ in self._layers.named_parameters())
         name = f"{self._layers_name}.{first}"
         base = f"{self._model.base_model_prefix}."
-        if name not in self._checkpoint and name.removeprefix(base) in self._checkpoint:
+        entries = self._checkpoint.entries
+        if name not in entries and name.removeprefix(base) in entries:
             return base
         return ""
 
@@ -223,13 +224,9 @@ class LayerwiseModel:
         for name, value in {**module._parameters, **persistent}.items():
             if value is None or name == skip:
                 continue
-            entry = self._checkpoint.entry(self.key(f"{prefix}.{name}" if prefix else name))
-            if entry.shape != tuple(value.shape):
-                raise CheckpointError(
-                    f"{self._checkpoint.path}: tensor {entry.name} has shape {list(entry.shape)}, "
-                    f"config.json asks for {list(value.shape)}"
-                )
-            tensor = entry.load().to(self._device, value.dtype)
+            key = self.key(f"{prefix}.{name}" if prefix else name)
+            entry = self._checkpoint.find(key, tuple(value.shape))
+            tensor = self._checkpoint.read(entry).to(self._device, value.dtype)
             if name in persistent:
                 module._buffers[name] = tensor
             else:

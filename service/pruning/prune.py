@@ -13,30 +13,32 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
 from torch import Tensor, nn
 
 from kernels_ext import bitmap_pack
+from service.model.checkpoint import WEIGHT_DTYPES, Checkpoint, TensorEntry
+from service.model.headers import read_header
+from service.model.weights import drop_negative_zeros
 
 from .calibration import CalibrationOptions, TokenWindows, recorded_norms, token_windows
-from .checkpoint import (
-    Checkpoint,
-    SafetensorsFile,
-    TensorEntry,
+from .layerwise import LayerwiseModel
+from .methods import METHODS, Method, prune_weight, sparsity_of, zeros_per_row
+from .pack import PackReport, packed_or_dense
+from .progress import Progress, no_progress
+from .writer import (
+    PendingTensor,
+    as_dense,
+    as_packed,
+    as_stored,
     new_directory,
-    packed_entries,
+    pending,
     refuse_existing,
-    tensor_entry,
     write_checkpoint,
     write_json,
     write_safetensors,
 )
-from .layerwise import LayerwiseModel
-from .methods import METHODS, Method, prune_weight, sparsity_of, zeros_per_row
-from .progress import Progress, no_progress
 
 REPORT_FILE = "pruning.json"
-WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 # Tokens that go through a layer at once: enough for the matrix products to run at full speed, little enough
 # that the widest activations of an 8B model (14336 float32 a token) stay at 120 MB.
@@ -143,14 +145,18 @@ def prune(model: Path, out: Path, options: PruneOptions, progress: Progress = no
         ValueError: an option does not fit: the calibration text is too short, `skip` leaves nothing.
     """
     refuse_existing(out)
-    checkpoint = Checkpoint(model)
+    with Checkpoint.open(model) as checkpoint:
+        return _prune(checkpoint, out, options, progress)
+
+
+def _prune(checkpoint: Checkpoint, out: Path, options: PruneOptions, progress: Progress) -> PruneReport:
     runner = LayerwiseModel(checkpoint, options.device)
     chosen, left_dense = _choose(runner, checkpoint, options.skip)
     seconds: dict[str, float] = {}
     windows: TokenWindows | None = None
     if options.method == "wanda":
         windows = token_windows(
-            model,
+            checkpoint.path,
             options.calibration.text,
             sequences=options.calibration.sequences,
             sequence_tokens=options.calibration.sequence_tokens,
@@ -193,16 +199,16 @@ def _choose(
         kept = {name for name in linears if skip is not None and re.search(skip, name)}
         left_dense |= dict.fromkeys(sorted(kept), f"matches skip {skip!r}")
         for name in linears:
-            entry = checkpoint.entry(f"{name}.weight")
+            entry = checkpoint.entries[f"{name}.weight"]
             if name not in kept and entry.dtype not in WEIGHT_DTYPES:
                 raise ValueError(
                     f"{checkpoint.path}: {entry.name} is {entry.dtype}; float32, bfloat16 and float16 "
                     "can be pruned"
                 )
         prefix = runner.layer_key(layer)
-        for name in (name for names in checkpoint.shards.values() for name in names):
+        for name, entry in checkpoint.entries.items():
             module = name.removesuffix(".weight")
-            if name.startswith(prefix) and module not in linears and len(checkpoint.entry(name).shape) > 1:
+            if name.startswith(prefix) and module not in linears and len(entry.shape) > 1:
                 left_dense[module] = "not a linear module of transformers' model"
         chosen.append({name: module for name, module in linears.items() if name not in kept})
     if not any(chosen):
@@ -239,7 +245,7 @@ def _prune_layers(
                 if layer + 1 < len(chosen):
                     for index, states in enumerate(hidden):
                         hidden[index] = runner.run_layer(layer, states)
-        entries: list[TensorEntry] = []
+        entries: list[PendingTensor] = []
         for name, weight in pruned.items():
             report, stored = _stored(name, weight, options.output)
             reports.append(report)
@@ -250,23 +256,24 @@ def _prune_layers(
 
 
 def _pruned(checkpoint: Checkpoint, name: str, options: PruneOptions, norms: Tensor | None) -> Tensor:
-    weight = checkpoint.entry(f"{name}.weight").load().to(options.device)
+    weight = checkpoint.read(checkpoint.entries[f"{name}.weight"]).to(options.device)
     try:
         return prune_weight(weight, options.sparsity, norms).cpu()
     except ValueError as error:
         raise ValueError(f"{checkpoint.path}: {name}: {error}") from error
 
 
-def _stored(name: str, weight: Tensor, output: str) -> tuple[LinearReport, list[TensorEntry]]:
+def _stored(name: str, weight: Tensor, output: str) -> tuple[LinearReport, list[PendingTensor]]:
     """A pruned weight as it will lie on disk."""
     N, K = weight.shape
     dense_bytes = weight.nbytes
-    entries = [tensor_entry(f"{name}.weight", weight)]
+    drop_negative_zeros(weight)
+    entries = [pending(f"{name}.weight", weight)]
     form, stored_bytes, reason = "dense", dense_bytes, ""
     if output == "packed":
         packed = bitmap_pack(weight)
         if packed.stored_bytes < dense_bytes:
-            entries = packed_entries(name, packed)
+            entries = as_packed(name, packed)
             form, stored_bytes = "bitmap", packed.stored_bytes
         else:
             reason = f"packed it would take {packed.stored_bytes} bytes"
@@ -287,18 +294,21 @@ def _stored(name: str, weight: Tensor, output: str) -> tuple[LinearReport, list[
 def _join(checkpoint: Checkpoint, directory: Path, parts: Path, output: str, progress: Any) -> None:
     """Write the shards from the source's tensors and the finished layers, then drop the latter."""
     files = sorted(parts.iterdir())
-    finished: dict[str, list[TensorEntry]] = {}
-    for file in files:
-        for name, entry in SafetensorsFile(file).entries.items():
-            module = name.rpartition(".")[0]
-            finished.setdefault(f"{module}.weight", []).append(entry)
+    finished: dict[str, list[PendingTensor]] = {}
+    with Checkpoint(parts, {}, {}) as layers:
+        for entry in (entry for file in files for entry in read_header(file)):
+            module = entry.name.rpartition(".")[0]
+            finished.setdefault(f"{module}.weight", []).extend(as_stored(layers, entry))
 
-    def entries_of(name: str) -> list[TensorEntry]:
-        if name in finished:
-            return finished[name]
-        return checkpoint.stored(name) if output == "packed" else [checkpoint.entry(name)]
+        def tensors_of(name: str) -> list[PendingTensor]:
+            if name in finished:
+                return finished[name]
+            entry = checkpoint.entries[name]
+            if output == "packed" and not isinstance(entry, TensorEntry):
+                return packed_or_dense(checkpoint, entry, PackReport())
+            return [as_dense(checkpoint, entry)]
 
-    write_checkpoint(checkpoint, directory, entries_of, progress)
+        write_checkpoint(checkpoint, directory, tensors_of, progress)
     for file in files:
         file.unlink()
     parts.rmdir()

@@ -14,13 +14,14 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from service.data import HELDOUT_TEXT
+from service.model.checkpoint import Checkpoint
 
 from .calibration import TokenWindows, token_windows
-from .checkpoint import Checkpoint, write_json
 from .layerwise import LayerwiseModel
 from .methods import prune_weight
 from .progress import Progress, no_progress
 from .prune import PruneReport
+from .writer import write_json
 
 PERPLEXITY_FILE = "perplexity.json"
 
@@ -175,7 +176,18 @@ def _measure(
 ) -> Perplexity:
     step = f"perplexity of {name}"
     progress(step, 0.0)
-    runner = LayerwiseModel(Checkpoint(model), options.device)
+    with Checkpoint.open(model) as checkpoint:
+        return _run(LayerwiseModel(checkpoint, options.device), windows, name, transform, progress)
+
+
+def _run(
+    runner: LayerwiseModel,
+    windows: TokenWindows,
+    name: str,
+    transform: Callable[[str, Tensor], Tensor] | None,
+    progress: Progress,
+) -> Perplexity:
+    step = f"perplexity of {name}"
     batches = windows.batches(_BATCH_TOKENS)
     hidden = runner.begin(batches)
     for layer in range(runner.num_layers):
@@ -196,4 +208,12 @@ def _measure(
             progress(step, 0.9 + 0.1 * (done + 1) / len(batches))
     predicted = windows.tokens.shape[0] * (windows.tokens.shape[1] - 1)
     nll = total / predicted
-    return Perplexity(model=name, perplexity=math.exp(nll), nll=nll, predicted_tokens=predicted)
+    return Perplexity(model=name, perplexity=_exp(nll), nll=nll, predicted_tokens=predicted)
+
+
+def _exp(nll: float) -> float:
+    """``exp``, infinite where it is beyond what a float holds: a model that is broken, not an error."""
+    try:
+        return math.exp(nll)
+    except OverflowError:
+        return math.inf

@@ -16,6 +16,7 @@ from service.errors import CheckpointError, SettingsError
 from service.model.checkpoint import Checkpoint, PackedEntry
 from service.model.inspect import inspect_checkpoint
 from service.model.loader import load_model
+from service.pruning.pack import pack
 from tests.unit.model.checkpoint_files import (
     edit_config,
     edit_header,
@@ -103,17 +104,73 @@ def test_empty_and_full_packed_matrices(value: float, tmp_path: Path) -> None:
     assert torch.equal(dense_of(tmp_path, "m.weight", torch.float32), dense)
 
 
-def test_compressed_tensors_bitmask_files_are_read(tmp_path: Path) -> None:
-    """A file that compressed-tensors 0.14.0.1 wrote, vectors packed as well, against its dense source."""
-    shutil.copy(SAMPLES / "ct0.14.0.1-bitmask.safetensors", tmp_path / "model.safetensors")
+@pytest.mark.parametrize(
+    ("sample", "source"),
+    [
+        ("ct0.8.1-bitmask", "dense-source"),
+        ("ct0.14.0.1-bitmask", "dense-source"),
+        ("ct0.9.4-24bitmask", "dense24-source"),
+        ("ct0.14.0.1-24bitmask", "dense24-source"),
+    ],
+)
+def test_files_that_compressed_tensors_wrote_are_read(sample: str, source: str, tmp_path: Path) -> None:
+    """Every form and key naming, vectors packed as well, against the dense source."""
+    shutil.copy(SAMPLES / f"{sample}.safetensors", tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text("{}")
-    source = load_file(SAMPLES / "dense-source.safetensors")
+    wanted = load_file(SAMPLES / f"{source}.safetensors")
     with Checkpoint.open(tmp_path) as checkpoint:
-        assert set(checkpoint.entries) == set(source)
-    for name, dense in source.items():
+        assert set(checkpoint.entries) == set(wanted)
+    for name, dense in wanted.items():
+        if dense.dtype == torch.float8_e4m3fn:
+            with (
+                pytest.raises(CheckpointError, match="found float8_e4m3fn"),
+                Checkpoint.open(tmp_path) as opened,
+            ):
+                opened.find(name, tuple(dense.shape))
+            continue
         # NaN and Inf come back as they are, -0.0 as 0.0.
         got = dense_of(tmp_path, name, dense.dtype)
         torch.testing.assert_close(got, dense, rtol=0, atol=0, equal_nan=True, msg=name)
+
+
+def masked(dense: torch.Tensor, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """As torch.nn.utils.prune stores it, with something in place of what is masked."""
+    original = torch.where(dense == 0, torch.full_like(dense, float("-inf")), dense)
+    return {"weight_orig": original, "weight_mask": (dense != 0).to(dtype)}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8, torch.bool])
+def test_a_weight_and_its_mask_are_one_tensor(dtype: torch.dtype, tmp_path: Path) -> None:
+    """What is masked is +0 whatever it was: torch would make -0 of it, or NaN of an infinite one."""
+    dense = torch.randn(1200, 1100)
+    dense[torch.rand(1200, 1100) < 0.5] = 0
+    save_file(
+        {f"m.{part}": value for part, value in masked(dense, dtype).items()}, tmp_path / "model.safetensors"
+    )
+    (tmp_path / "config.json").write_text("{}")
+    got = dense_of(tmp_path, "m.weight", torch.float32)
+    assert torch.equal(got.view(torch.int32), dense.view(torch.int32))
+
+
+def test_a_mask_of_other_numbers_is_refused(tmp_path: Path) -> None:
+    """A soft mask is a scale, and dropping it would change the model."""
+    parts = masked(torch.ones(3, 4), torch.float32)
+    parts["weight_mask"][1, 2] = 0.5
+    save_file({f"m.{part}": value for part, value in parts.items()}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(
+        CheckpointError, match=r"m\.weight_mask: expected a mask of zeros and ones.*0\.5 in row 1, co"
+    ):
+        dense_of(tmp_path, "m.weight", torch.float32)
+
+
+def test_explicit_zeros_among_packed_values_count_as_stored(packed: Path) -> None:
+    """They cost space, so reports and choices count them; loading and inspecting agree."""
+    name = f"{UP}.compressed"
+    values = load_file(packed / "model.safetensors")[name]
+    values[:10] = torch.tensor([0.0, -0.0]).repeat(5)
+    edit_tensors(packed, {name: values})
+    assert inspect_checkpoint(packed).layers == list(load_model(packed).layer_reports())
 
 
 def test_shards_are_read_through_their_index(model: Path) -> None:
@@ -320,9 +377,42 @@ PLAIN_FAULTS: dict[str, tuple[Callable[[Path], None], list[str]]] = {
         lambda path: edit_tensors(path, {f"{UP}.qweight": torch.zeros(2, dtype=torch.int32)}),
         [f"{UP}.qweight", "GPTQ or AWQ"],
     ),
-    "a separate mask": (
+    "marlin-24": (
+        lambda path: edit_tensors(
+            path,
+            {
+                f"{UP}.weight_packed": torch.zeros(2, dtype=torch.int32),
+                f"{UP}.scale_packed": torch.zeros(2),
+                f"{UP}.meta": torch.zeros(2, dtype=torch.int16),
+            },
+        ),
+        [f"{UP}.scale_packed", "marlin-24", "Give the checkpoint that it was quantised from"],
+    ),
+    "a mask alone": (
         lambda path: edit_tensors(path, {f"{UP}.weight_mask": torch.ones(104, 72)}),
-        [f"{UP}.weight_mask", "torch.nn.utils.prune"],
+        [f"{UP}.weight_orig", "masked tensor", "found none"],
+    ),
+    "a mask of another shape": (
+        lambda path: edit_tensors(
+            path,
+            {
+                f"{UP}.weight": None,
+                f"{UP}.weight_orig": torch.ones(104, 72),
+                f"{UP}.weight_mask": torch.ones(104, 1),
+            },
+        ),
+        [f"{UP}.weight_mask", "expected", "[104, 72]", "found float32 [104, 1]"],
+    ),
+    "a masked weight that is there dense too": (
+        lambda path: edit_tensors(
+            path,
+            {f"{UP}.weight_orig": torch.ones(104, 72), f"{UP}.weight_mask": torch.ones(104, 72)},
+        ),
+        [f"{UP}.weight", "one form of each weight"],
+    ),
+    "an empty tensor of endless rows": (
+        _set("model.norm.weight", shape=[2**62, 0], data_offsets=[0, 0]),
+        ["model.norm.weight", "sizes of at most"],
     ),
 }
 
@@ -412,7 +502,7 @@ PACKED_FAULTS: dict[str, tuple[Callable[[Path], None], list[str]]] = {
     "no values": (_packed("compressed", lambda v: None), [f"{UP}.compressed", "found none"]),
     "quantised values": (
         _packed("compressed", lambda v: v.to(torch.float8_e4m3fn)),
-        [f"{UP}.compressed", "float8"],
+        [f"{UP}.weight", "float8"],
     ),
     "both forms": (
         lambda path: edit_tensors(path, {f"{UP}.weight": torch.zeros(104, 72)}),
@@ -498,13 +588,103 @@ def test_faults_of_the_index_are_named(fault: str, model: Path) -> None:
         assert word in message
 
 
-@pytest.mark.parametrize("sample", ["ct0.8.1-bitmask", "ct0.14.0.1-24bitmask"])
-def test_other_forms_of_compressed_tensors_are_refused(sample: str, tmp_path: Path) -> None:
-    """Recognised by their keys and refused in words, not guessed at."""
-    shutil.copy(SAMPLES / f"{sample}.safetensors", tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(CheckpointError, match=r"compressed-tensors|quantised values"):
-        Checkpoint.open(tmp_path)
+def _break_24(path: Path, part: str, change: Callable[[torch.Tensor], torch.Tensor | None]) -> None:
+    shutil.copy(SAMPLES / "ct0.14.0.1-24bitmask.safetensors", path / "model.safetensors")
+    (path / "config.json").write_text("{}")
+    name = f"model.layers.0.up.{part}"
+    edit_tensors(path, {name: change(load_file(path / "model.safetensors")[name])})
+
+
+def _third_bit(bitmask: torch.Tensor) -> torch.Tensor:
+    bitmask[5, 1] |= 0b0111
+    return bitmask
+
+
+def _three_and_one(bitmask: torch.Tensor) -> torch.Tensor:
+    """A violating pair of groups: four bits a byte are right in sum."""
+    bitmask[5, 1] = 0b0001_0111
+    return bitmask
+
+
+@pytest.mark.parametrize(
+    ("part", "change", "words"),
+    [
+        ("bitmask", _third_bit, r"up\.bitmask: expected two bits set in every group of four.*row 5"),
+        ("bitmask", _three_and_one, r"up\.bitmask: expected two bits set in every group of four.*row 5"),
+        ("bitmask", lambda b: b[:, :-1].clone(), r"up\.bitmask: expected uint8 \[8, 3\]"),
+        ("compressed", lambda v: v[:, :-1].clone(), r"up\.compressed: expected bfloat16 \[8, 12\]"),
+        ("shape", lambda s: s * 0 - 4, r"up\.shape: expected sizes of at least 0"),
+        (
+            "shape",
+            lambda s: torch.tensor([[8], [22]]),
+            r"up\.shape: expected columns in groups of four, found 22",
+        ),
+        ("shape", lambda s: None, r"up\.shape: expected this part of the packed weight.*found none"),
+    ],
+)
+def test_faults_of_the_two_of_four_form_are_named(
+    part: str, change: Callable[[torch.Tensor], torch.Tensor | None], words: str, tmp_path: Path
+) -> None:
+    """A claim of 2:4 with one violating group is not 2:4."""
+    _break_24(tmp_path, part, change)
+    with pytest.raises(CheckpointError, match=words):
+        dense_of(tmp_path, "model.layers.0.up.weight", torch.bfloat16)
+
+
+NESTED = "[" * 200_000
+
+
+@pytest.mark.parametrize("where", ["config.json", "model.safetensors.index.json", "header"])
+def test_json_of_absurd_depth_is_an_error_that_names_the_file(where: str, model: Path) -> None:
+    """Python's parser gives up with a RecursionError, which must not reach anybody."""
+    if where == "header":
+        edit_header(model / "model.safetensors", lambda header: ('{"a": ' + NESTED).encode())
+        where = "model.safetensors"
+    elif where != "config.json":
+        shard_directory(model)
+    if where != "model.safetensors":
+        (model / where).write_text('{"a": ' + NESTED)
+    for read in (load_model, inspect_checkpoint):
+        with pytest.raises(CheckpointError, match=rf"{where}: expected .*JSON.*, found brackets nested"):
+            read(model)
+
+
+def test_a_file_that_cannot_be_read_is_named(model: Path) -> None:
+    """A directory in place of a file, as a failed mount leaves it."""
+    (model / "config.json").unlink()
+    (model / "config.json").symlink_to(model / "config.json")
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        Checkpoint.open(model)
+
+
+@pytest.mark.parametrize("ending", ["compressed", "bitmask", "row_offsets"])
+def test_a_flipped_bit_is_found_by_its_digest(ending: str, plain: Path, tmp_path: Path) -> None:
+    """Files that Lacunar wrote say what was written: no damaged value gets into a model."""
+    pack(plain, tmp_path / "packed")
+    file = tmp_path / "packed" / "model.safetensors"
+    with Checkpoint.open(tmp_path / "packed") as checkpoint:
+        entry = checkpoint.entries[f"{UP}.weight"]
+        assert isinstance(entry, PackedEntry)
+        part = next(part for part in entry.parts if part.name.endswith(ending))
+    raw = bytearray(file.read_bytes())
+    raw[part.offset + part.nbytes // 2] ^= 1
+    file.write_bytes(raw)
+    for read in (load_model, inspect_checkpoint):
+        with pytest.raises(CheckpointError, match=rf"{UP}\.(bitmask|row_offsets|compressed): expected"):
+            read(tmp_path / "packed")
+
+
+def test_a_header_that_calls_a_tensor_something_else_is_found_by_its_digest(
+    plain: Path, tmp_path: Path
+) -> None:
+    """The same bytes as another type would load without an error otherwise."""
+    pack(plain, tmp_path / "packed")
+    edit_header(
+        tmp_path / "packed" / "model.safetensors",
+        lambda header: header["model.norm.weight"].update(dtype="BF16", shape=[144]),
+    )
+    with Checkpoint.open(tmp_path / "packed") as checkpoint, pytest.raises(CheckpointError, match="SHA-256"):
+        checkpoint.read(checkpoint.entries["model.norm.weight"])
 
 
 def test_values_outside_of_float16_are_refused(model: Path) -> None:

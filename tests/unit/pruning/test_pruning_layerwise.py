@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from service.errors import CheckpointError
-from service.pruning.checkpoint import Checkpoint
+from service.model.checkpoint import Checkpoint
 from service.pruning.layerwise import LayerwiseModel
 
 
@@ -33,7 +33,7 @@ def test_logits_equal_those_of_transformers(kind: str, make_model: Callable[...,
     with torch.inference_mode():
         want = [reference(input_ids=batch).logits for batch in batches]
 
-    got = layerwise_logits(LayerwiseModel(Checkpoint(directory)), batches)
+    got = layerwise_logits(LayerwiseModel(Checkpoint.open(directory)), batches)
 
     for a, b in zip(got, want, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
@@ -41,7 +41,7 @@ def test_logits_equal_those_of_transformers(kind: str, make_model: Callable[...,
 
 def test_one_layer_is_in_memory_at_a_time(make_model: Callable[..., Path]) -> None:
     """Whatever a pass is doing, the other layers' parameters have no storage."""
-    model = LayerwiseModel(Checkpoint(make_model("llama")))
+    model = LayerwiseModel(Checkpoint.open(make_model("llama")))
 
     def resident() -> list[bool]:
         return [any(p.device.type != "meta" for p in layer.parameters()) for layer in model._layers]
@@ -56,12 +56,12 @@ def test_one_layer_is_in_memory_at_a_time(make_model: Callable[..., Path]) -> No
 def test_linears_are_those_of_the_layer_and_not_the_head(make_model: Callable[..., Path]) -> None:
     """The names are the checkpoint's."""
     directory = make_model("llama_untied")
-    model = LayerwiseModel(Checkpoint(directory))
+    model = LayerwiseModel(Checkpoint.open(directory))
     names = [name for layer in range(model.num_layers) for name in model.linears(layer)]
 
     parts = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
     assert [name.rpartition(".")[2] for name in names] == parts * 2
-    assert all(f"{name}.weight" in Checkpoint(directory) for name in names)
+    assert all(f"{name}.weight" in Checkpoint.open(directory).entries for name in names)
 
 
 def test_a_shape_that_disagrees_with_the_config_is_refused(make_model: Callable[..., Path]) -> None:
@@ -71,10 +71,12 @@ def test_a_shape_that_disagrees_with_the_config_is_refused(make_model: Callable[
     config.write_text(
         config.read_text("utf-8").replace('"intermediate_size": 52', '"intermediate_size": 48'), "utf-8"
     )
-    model = LayerwiseModel(Checkpoint(directory))
+    model = LayerwiseModel(Checkpoint.open(directory))
 
     with (
-        pytest.raises(CheckpointError, match=r"gate_proj.weight has shape \[52, 44\].*\[48, 44\]"),
+        pytest.raises(
+            CheckpointError, match=r"gate_proj.weight: expected shape \[48, 44\].*found shape \[52, 44\]"
+        ),
         model.loaded_layer(0),
     ):
         pass
@@ -87,4 +89,4 @@ def test_an_unknown_architecture_is_refused(make_model: Callable[..., Path]) -> 
     config.write_text(config.read_text("utf-8").replace('"llama"', '"lamna"'), "utf-8")
 
     with pytest.raises(CheckpointError, match="lamna"):
-        LayerwiseModel(Checkpoint(directory))
+        LayerwiseModel(Checkpoint.open(directory))

@@ -13,15 +13,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from service.errors import CheckpointError
+from service.model.checkpoint import Checkpoint
 from service.pruning.calibration import CalibrationOptions
-from service.pruning.checkpoint import (
-    Checkpoint,
-    new_directory,
-    tensor_entry,
-    write_safetensors,
-)
-from service.pruning.pack import unpack, write_packed
+from service.pruning.pack import pack, unpack, verify
 from service.pruning.prune import PruneOptions, prune
+from service.pruning.writer import new_directory, pending, write_safetensors
 
 
 def bits(tensor: Tensor) -> Tensor:
@@ -58,7 +54,7 @@ def edge_checkpoint(directory: Path, dtype: torch.dtype) -> dict[str, Tensor]:
 def test_unpacking_a_packed_model_gives_back_every_bit(tmp_path: Path, dtype: torch.dtype) -> None:
     """Every tensor, packed or not, and the config."""
     tensors = edge_checkpoint(tmp_path / "dense", dtype)
-    packed = write_packed(tmp_path / "dense", tmp_path / "packed")
+    packed = pack(tmp_path / "dense", tmp_path / "packed", keep_negative_zeros=True)
     unpacked = unpack(tmp_path / "packed", tmp_path / "again")
     got = load_file(tmp_path / "again" / "model.safetensors")
 
@@ -77,7 +73,7 @@ def test_only_decoder_matrices_that_get_smaller_are_packed(tmp_path: Path) -> No
     """Embeddings and head, though all zero, stay; so do integers, a full matrix, and a single column."""
     edge_checkpoint(tmp_path / "dense", torch.float32)
 
-    report = write_packed(tmp_path / "dense", tmp_path / "packed")
+    report = pack(tmp_path / "dense", tmp_path / "packed")
 
     assert set(report.modules) == {"model.layers.0.mlp.up_proj", "model.layers.0.mlp.empty"}
 
@@ -90,7 +86,7 @@ def test_packing_pruned_safetensors_equals_pruning_to_packed(
     calibration = CalibrationOptions(text=text, sequences=2, sequence_tokens=50)
     prune(source, tmp_path / "packed", PruneOptions(calibration=calibration))
     prune(source, tmp_path / "dense", PruneOptions(calibration=calibration, output="dense"))
-    write_packed(tmp_path / "dense", tmp_path / "repacked")
+    pack(tmp_path / "dense", tmp_path / "repacked")
 
     for file in (tmp_path / "packed").glob("*.safetensors"):
         assert (tmp_path / "repacked" / file.name).read_bytes() == file.read_bytes()
@@ -102,7 +98,7 @@ def test_packing_pruned_safetensors_equals_pruning_to_packed(
 def test_a_model_without_zeros_is_not_packed(make_model: Callable[..., Path], tmp_path: Path) -> None:
     """It would only grow; nothing is written."""
     with pytest.raises(ValueError, match="prune it first"):
-        write_packed(make_model("llama"), tmp_path / "out")
+        pack(make_model("llama"), tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
@@ -135,7 +131,7 @@ def test_a_packed_weight_that_disagrees_with_itself_is_refused(
     tensors[name] = change(tensors[name]).contiguous()
     save_file(tensors, file)
 
-    with pytest.raises(CheckpointError, match=r"packed weight model\.layers\.1\.mlp\.gate_proj"):
+    with pytest.raises(CheckpointError, match=r"model\.layers\.1\.mlp\.gate_proj\."):
         unpack(tmp_path / "packed", tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
@@ -153,7 +149,7 @@ def test_written_files_are_read_by_the_reference_reader(tmp_path: Path) -> None:
         "bool": torch.tensor([True, False]),
         "strided": torch.arange(6.0).reshape(2, 3).T,
     }
-    total = write_safetensors(tmp_path / "x.safetensors", [tensor_entry(n, t) for n, t in tensors.items()])
+    total = write_safetensors(tmp_path / "x.safetensors", [pending(n, t) for n, t in tensors.items()])
 
     got = load_file(tmp_path / "x.safetensors")
     assert total == sum(t.nbytes for t in tensors.values())
@@ -163,76 +159,9 @@ def test_written_files_are_read_by_the_reference_reader(tmp_path: Path) -> None:
         assert got[name].shape == tensor.shape
         assert torch.equal(bits(got[name]), bits(tensor)), name
     with safe_open(tmp_path / "x.safetensors", "pt") as file:
-        assert file.metadata() == {"format": "pt"}
-
-
-def test_a_truncated_file_is_refused_by_name(make_model: Callable[..., Path]) -> None:
-    """What an interrupted download leaves."""
-    file = make_model("llama") / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:-10])
-
-    with pytest.raises(CheckpointError, match=r"model\.safetensors: cannot be read as safetensors"):
-        Checkpoint(file.parent)
-
-
-@pytest.mark.parametrize("side", ["index", "file"])
-def test_an_index_that_disagrees_with_its_files_is_refused(
-    make_model: Callable[..., Path], side: str
-) -> None:
-    """With the tensor and the side it is missing from."""
-    directory = make_model("llama", max_shard_size="20KB")
-    index = directory / "model.safetensors.index.json"
-    content = json.loads(index.read_text("utf-8"))
-    if side == "index":
-        content["weight_map"]["ghost.weight"] = content["weight_map"]["model.norm.weight"]
-        odd = "ghost.weight is in the index but not the file"
-    else:
-        del content["weight_map"]["model.norm.weight"]
-        odd = "model.norm.weight is in the file but not the index"
-    index.write_text(json.dumps(content), "utf-8")
-
-    with pytest.raises(CheckpointError, match=odd):
-        Checkpoint(directory)
-
-
-def test_an_index_cannot_point_outside_its_directory(make_model: Callable[..., Path]) -> None:
-    """A model is data: it must not choose which of the user's files are read."""
-    directory = make_model("llama", max_shard_size="20KB")
-    index = directory / "model.safetensors.index.json"
-    content = json.loads(index.read_text("utf-8"))
-    content["weight_map"]["model.norm.weight"] = "../other.safetensors"
-    index.write_text(json.dumps(content), "utf-8")
-
-    with pytest.raises(CheckpointError, match="not a plain file name"):
-        Checkpoint(directory)
-
-
-@pytest.mark.parametrize(
-    ("quantization", "message"),
-    [
-        ({"quant_method": "gptq"}, "quant_method is 'gptq'"),
-        ({"quant_method": "lacunar", "format_version": 2}, "format_version is 2"),
-    ],
-)
-def test_a_model_in_another_form_is_refused(
-    make_model: Callable[..., Path], quantization: dict[str, object], message: str
-) -> None:
-    """With what it says it is."""
-    config = make_model("llama") / "config.json"
-    content = {**json.loads(config.read_text("utf-8")), "quantization_config": quantization}
-    config.write_text(json.dumps(content), "utf-8")
-
-    with pytest.raises(CheckpointError, match=message):
-        Checkpoint(config.parent)
-
-
-def test_a_directory_without_safetensors_is_refused(tmp_path: Path) -> None:
-    """Pickles are never opened."""
-    (tmp_path / "config.json").write_text("{}", "utf-8")
-    (tmp_path / "pytorch_model.bin").write_bytes(b"")
-
-    with pytest.raises(CheckpointError, match="only safetensors can be read"):
-        Checkpoint(tmp_path)
+        metadata = file.metadata()
+    assert metadata.pop("format") == "pt"
+    assert metadata.keys() == {f"sha256:{name}" for name in tensors}
 
 
 def test_a_new_directory_has_the_usual_permissions(tmp_path: Path) -> None:
@@ -240,7 +169,7 @@ def test_a_new_directory_has_the_usual_permissions(tmp_path: Path) -> None:
     plain = tmp_path / "plain"
     plain.mkdir()
     with new_directory(tmp_path / "out") as directory:
-        write_safetensors(directory / "x.safetensors", [tensor_entry("a", torch.zeros(1))])
+        write_safetensors(directory / "x.safetensors", [pending("a", torch.zeros(1))])
         (directory / "plain").write_bytes(b"")
 
     assert (tmp_path / "out").stat().st_mode == plain.stat().st_mode
@@ -258,3 +187,96 @@ def test_an_output_that_appears_meanwhile_is_not_replaced(tmp_path: Path) -> Non
         block.__exit__(None, None, None)
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
     assert (tmp_path / "out" / "first").exists()
+
+
+def test_negative_zeros_are_dropped_unless_they_are_to_be_kept(tmp_path: Path) -> None:
+    """A mask leaves one for every negative weight: stored as values they would undo the gain."""
+    weight = torch.randn(8, 64, generator=torch.Generator().manual_seed(1))
+    weight *= torch.rand(8, 64, generator=torch.Generator().manual_seed(2)) < 0.5
+    minus = int(((weight == 0) & torch.signbit(weight)).sum())
+    assert minus > 50
+    (tmp_path / "dense").mkdir()
+    name = "model.layers.0.mlp.up_proj.weight"
+    save_file({name: weight}, tmp_path / "dense" / "model.safetensors")
+    (tmp_path / "dense" / "config.json").write_text("{}", "utf-8")
+
+    report = pack(tmp_path / "dense", tmp_path / "packed")
+    kept = pack(tmp_path / "dense", tmp_path / "kept", keep_negative_zeros=True)
+
+    assert report.negative_zeros == minus
+    assert kept.negative_zeros == 0
+    assert report.stored_bytes == kept.stored_bytes - 4 * minus
+    for directory, same in (("packed", weight + 0.0), ("kept", weight)):
+        unpack(tmp_path / directory, tmp_path / f"{directory}-again")
+        got = load_file(tmp_path / f"{directory}-again" / "model.safetensors")[name]
+        assert torch.equal(bits(got), bits(same))
+        found = verify(tmp_path / directory, against=tmp_path / "dense")
+        assert found.only_sign_of_zero == (minus if directory == "packed" else 0)
+        assert found.compared_elements == 8 * 64
+
+
+def test_verify_reads_every_tensor_and_counts_digests(
+    make_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    """A dense model from elsewhere has none: then only its structure is checked, and the figures say so."""
+    source = make_model("llama", max_shard_size="20KB")
+    prune(source, tmp_path / "packed", PruneOptions(method="magnitude"))
+    theirs, ours = verify(source), verify(tmp_path / "packed")
+
+    assert (theirs.with_digest, ours.with_digest) == (0, ours.tensors + 3 * 21)
+    assert theirs.tensors == ours.tensors
+
+
+@pytest.mark.parametrize("where", ["embed_tokens.weight", "norm.weight", "up_proj.compressed"])
+def test_verify_finds_a_flipped_bit_anywhere(
+    make_model: Callable[..., Path], tmp_path: Path, where: str
+) -> None:
+    """Packed or not, large or small."""
+    prune(make_model("llama"), tmp_path / "packed", PruneOptions(method="magnitude"))
+    with Checkpoint.open(tmp_path / "packed") as checkpoint:
+        parts = [part for entry in checkpoint.entries.values() for part in entry.parts]
+    part = next(part for part in parts if part.name.endswith(where))
+    raw = bytearray(part.file.read_bytes())
+    raw[part.offset + 1] ^= 64
+    part.file.write_bytes(raw)
+
+    with pytest.raises(CheckpointError, match=f"{where}: expected the contents that were written"):
+        verify(tmp_path / "packed")
+
+
+def test_verify_against_another_model_names_the_first_difference(
+    make_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    """The values, the shape, or the tensor that only one has."""
+    source = make_model("llama")
+    prune(source, tmp_path / "packed", PruneOptions(method="magnitude"))
+
+    with pytest.raises(CheckpointError, match=r"layers\.0.*expected the values of .*first at element"):
+        verify(tmp_path / "packed", against=source)
+    with pytest.raises(CheckpointError, match="expected in both models"):
+        verify(source, against=make_model("llama_untied", "other"))
+
+
+def test_every_form_becomes_ours(tmp_path: Path) -> None:
+    """Files of compressed-tensors are packed anew: one naming, and what it packed needlessly plain."""
+    samples = Path(__file__).parents[2] / "data" / "compressed_tensors"
+    (tmp_path / "ct").mkdir()
+    (tmp_path / "ct" / "model.safetensors").write_bytes(
+        (samples / "ct0.8.1-bitmask.safetensors").read_bytes()
+    )
+    claim = {"compression_config": {"sparsity_config": {"format": "sparse-bitmask"}}}
+    (tmp_path / "ct" / "config.json").write_text(json.dumps(claim), "utf-8")
+
+    pack(tmp_path / "ct", tmp_path / "ours")
+
+    names = set(load_file(tmp_path / "ours" / "model.safetensors"))
+    parts = {
+        f"model.layers.0.mlp.up_proj.{part}" for part in ("compressed", "bitmask", "row_offsets", "shape")
+    }
+    assert parts < names
+    assert {"model.norm.weight", "model.embed_tokens.weight", "model.layers.0.q.bias"} < names
+    config = json.loads((tmp_path / "ours" / "config.json").read_text("utf-8"))
+    assert config == {
+        "quantization_config": {"quant_method": "lacunar", "format_version": 1, "format": "bitmask"}
+    }
+    assert verify(tmp_path / "ours", against=tmp_path / "ct").compared_elements == 10 * 20 * 4 + 10 + 20

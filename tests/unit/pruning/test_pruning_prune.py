@@ -13,11 +13,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from kernels_ext import bitmap_unpack
 from service.errors import CheckpointError
+from service.model.checkpoint import Checkpoint, PackedEntry
 from service.pruning import prune as prune_module
 from service.pruning.calibration import CalibrationOptions
-from service.pruning.checkpoint import Checkpoint
 from service.pruning.methods import prune_weight
 from service.pruning.prune import PruneOptions, prune
 
@@ -34,8 +33,8 @@ def options(text: Path) -> Callable[..., PruneOptions]:
 
 
 def dense_weights(directory: Path) -> dict[str, Tensor]:
-    checkpoint = Checkpoint(directory)
-    return {name: checkpoint.entry(name).load() for names in checkpoint.shards.values() for name in names}
+    with Checkpoint.open(directory) as checkpoint:
+        return {name: checkpoint.read(entry) for name, entry in checkpoint.entries.items()}
 
 
 def in_a_layer(name: str) -> bool:
@@ -68,8 +67,8 @@ def test_packed_and_dense_output_hold_identical_weights(
             assert torch.equal(weight[kept], before[name][kept]), name
         else:
             assert torch.equal(weight, before[name]), name
-    assert "quantization_config" not in Checkpoint(tmp_path / "dense").config
-    assert Checkpoint(tmp_path / "packed").config["quantization_config"] == {
+    assert "quantization_config" not in Checkpoint.open(tmp_path / "dense").config
+    assert Checkpoint.open(tmp_path / "packed").config["quantization_config"] == {
         "quant_method": "lacunar",
         "format_version": 1,
         "format": "bitmask",
@@ -142,7 +141,6 @@ def test_shards_index_and_side_files_are_kept(
     assert index["metadata"]["total_size"] == sum(
         t.nbytes for shard in shards for t in load_file(tmp_path / "out" / shard).values()
     )
-    assert Checkpoint(tmp_path / "out").shards.keys() == Checkpoint(source).shards.keys()
     expected = {"tokenizer.json", "tokenizer_config.json", "generation_config.json", "LICENSE"}
     for name in expected:
         assert (tmp_path / "out" / name).read_bytes() == (source / name).read_bytes()
@@ -207,7 +205,7 @@ def test_a_matrix_that_would_grow_stays_dense_with_the_reason(
 
     assert {layer.format for layer in report.layers} == {"dense"}
     assert all("packed it would take" in layer.reason for layer in report.layers)
-    assert "quantization_config" not in Checkpoint(tmp_path / "out").config
+    assert "quantization_config" not in Checkpoint.open(tmp_path / "out").config
 
 
 def test_skip_leaves_what_it_matches_and_says_so(
@@ -349,8 +347,10 @@ def test_the_packed_form_is_the_one_that_kernels_read(
     assert stored[f"{module}.shape"].tolist() == [52, 44]
     assert stored[f"{module}.bitmask"].shape == (52, 6)
     assert stored[f"{module}.row_offsets"].tolist() == [22 * n for n in range(52)]
-    weight = Checkpoint(tmp_path / "out").packed(module)
-    assert bitmap_unpack(weight).shape == (52, 44)
+    with Checkpoint.open(tmp_path / "out") as checkpoint:
+        entry = checkpoint.entries[f"{module}.weight"]
+        assert isinstance(entry, PackedEntry)
+        assert checkpoint.read(entry).shape == (52, 44)
 
 
 @pytest.mark.parametrize("part", ["compressed", "bitmask", "row_offsets", "shape"])
@@ -366,5 +366,5 @@ def test_a_packed_weight_without_one_of_its_parts_is_refused(
     del stored[f"model.layers.2.mlp.up_proj.{part}"]
     save_file(stored, file)
 
-    with pytest.raises(CheckpointError, match=f"up_proj.{part} is missing"):
-        Checkpoint(tmp_path / "out")
+    with pytest.raises(CheckpointError, match=rf"up_proj\.{part}: expected this part of .*, found none"):
+        Checkpoint.open(tmp_path / "out")
