@@ -38,6 +38,13 @@ from service.errors import (
 )
 
 from .config import EngineConfig, Launch
+from .grammar_client import (
+    COMPILE_SECONDS,
+    MAX_COMPILED_BYTES,
+    Grammar,
+    GrammarClient,
+)
+from .grammar_compiler import CompilerOptions, GrammarKind
 from .protocol import (
     AbortRequest,
     AddRequest,
@@ -206,6 +213,7 @@ class EngineClient:
         self._tasks: list[asyncio.Task[None]] = []
         self._directory: Path | None = None
         self._context: zmq.asyncio.Context | None = None
+        self._grammars: GrammarClient | None = None
         self._process: subprocess.Popen[bytes]
 
     # Life
@@ -324,6 +332,8 @@ class EngineClient:
     async def _kill(self) -> None:
         """Leave nothing behind: no process, task, socket or directory."""
         self._stopping = True
+        if self._grammars is not None:
+            await self._grammars.stop()
         process = getattr(self, "_process", None)
         if process is not None:
             process.kill()  # does nothing to a process that has ended
@@ -393,6 +403,27 @@ class EngineClient:
             )
         self._slots_taken += sequences
         return Admission(self, sequences)
+
+    async def compile_grammar(self, kind: GrammarKind, source: str) -> Grammar:
+        """A grammar for `SamplingParams.grammar`; hold it until the sequences that name it have started.
+
+        The first call starts a process, which takes some seconds.
+
+        Raises:
+            InvalidRequest: the grammar cannot be used; the message says why.
+            QueueFull, EngineUnavailable: not now.
+        """
+        self._require_alive()
+        if self._grammars is None:
+            options = CompilerOptions(
+                tokenizer=self.config.model,
+                vocab_size=self.info.vocab_size,
+                eos_token_ids=self.info.eos_token_ids,
+                seconds=COMPILE_SECONDS,
+                max_bytes=MAX_COMPILED_BYTES,
+            )
+            self._grammars = GrammarClient(options, self._send)
+        return await self._grammars.compile(kind, source)
 
     def generate(
         self,

@@ -33,6 +33,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         prompt_logprobs: the same for the tokens of the prompt.
         stop_token_ids: further tokens that end the sequence.
         ignore_eos: do not stop at the model's end-of-sequence tokens.
+        grammar: key of an AddGrammar sent before; the tokens must spell a text that it matches.
     """
 
     max_tokens: int
@@ -50,6 +51,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     prompt_logprobs: int | None = None
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    grammar: int | None = None
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
@@ -81,11 +83,30 @@ class AbortRequest(msgspec.Struct, tag="abort", frozen=True):
     request_ids: list[str]
 
 
+class SetVocabulary(msgspec.Struct, tag="vocabulary", frozen=True):
+    """What the grammar library needs to know of the tokenizer; sent once, before the first AddGrammar."""
+
+    data: str
+
+
+class AddGrammar(msgspec.Struct, tag="add_grammar", frozen=True):
+    """Keep a compiled grammar under `key` for the requests that follow, until DropGrammar."""
+
+    key: int
+    data: str
+
+
+class DropGrammar(msgspec.Struct, tag="drop_grammar", frozen=True):
+    """No later request names this grammar; running sequences go on with it."""
+
+    key: int
+
+
 class Shutdown(msgspec.Struct, tag="shutdown", frozen=True):
     """Stop at once; the API side has drained what it wanted drained."""
 
 
-ToEngine = AddRequest | AbortRequest | Shutdown
+ToEngine = AddRequest | AbortRequest | SetVocabulary | AddGrammar | DropGrammar | Shutdown
 
 
 # engine -> API

@@ -5,7 +5,8 @@ The order of what is done to a row of logits, each only where asked for:
 1. repetition penalty on the tokens of prompt and output, then presence and frequency penalties on the
    output's;
 2. logit_bias;
-3. end and stop tokens are masked while there are fewer than min_tokens;
+3. end and stop tokens are masked while there are fewer than min_tokens, and so are tokens that the
+   sequence's constraint does not allow next;
 4. greedy: the largest. Otherwise divide by temperature, then keep the tokens that are at least as likely as
    the
    top_k-th; of those, renormalised, the fewest likeliest whose sum reaches top_p; of those the ones with at
@@ -30,7 +31,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from .protocol import SamplingParams, TokenLogprobs
-from .sequence import Sequence
+from .sequence import ConstraintFailed, Sequence
 
 # Below this the division by temperature leaves nothing of the second-likeliest token that float32 could show.
 _GREEDY_TEMPERATURE = 1e-5
@@ -124,7 +125,8 @@ class Sampler:
         """
         total = len(sequences)
         states = [self._state(sequence) for sequence in sequences]
-        processed = self._process(logits, sequences, states)
+        errors: dict[int, str] = {}
+        processed = self._process(logits, sequences, states, errors)
         tokens = _argmax(processed)
         peaks = processed.gather(1, tokens.unsqueeze(1))
         finite = torch.isfinite(peaks).squeeze(1)
@@ -149,7 +151,15 @@ class Sampler:
 
         samples = []
         for row, (token, good) in enumerate(zip(tokens.tolist(), finite.tolist(), strict=True)):
-            samples.append(Sample(token, logprobs.get(row)) if good else Sample(token, error=_NON_FINITE))
+            constraint = sequences[row].constraint
+            if row not in errors and not good:
+                errors[row] = _NON_FINITE
+            if constraint is not None and row not in errors:
+                try:
+                    constraint.accept(token)
+                except ConstraintFailed as error:
+                    errors[row] = str(error)
+            samples.append(Sample(token, logprobs.get(row), errors.get(row)))
             seen = states[row].seen
             if seen is not None:
                 seen.count(token)
@@ -184,8 +194,11 @@ class Sampler:
     def _rows(self, rows: list[int]) -> Tensor:
         return torch.tensor(rows, dtype=torch.int64, device=self.device)
 
-    def _process(self, logits: Tensor, sequences: list[Sequence], states: list[_State]) -> Tensor:
-        """Steps 1 to 3; the logits themselves if no sequence asks for any of them."""
+    def _process(
+        self, logits: Tensor, sequences: list[Sequence], states: list[_State], errors: dict[int, str]
+    ) -> Tensor:
+        """Steps 1 to 3; the logits themselves if no sequence asks for any of them. `errors` takes why a row's
+        constraint cannot go on."""
         penalised: list[int] = []
         biased_rows: list[int] = []
         biased_ids: list[int] = []
@@ -202,7 +215,8 @@ class Sampler:
             if state.stop_ids and sequence.num_output < sequence.sampling.min_tokens:
                 masked_rows += [row] * len(state.stop_ids)
                 masked_ids += state.stop_ids
-        if not (penalised or biased_rows or masked_rows):
+        constrained, allowed = self._allowed(sequences, errors)
+        if not (penalised or biased_rows or masked_rows or constrained):
             return logits
 
         logits = self._processed.front(len(sequences)).copy_(logits)
@@ -213,7 +227,27 @@ class Sampler:
             logits.index_put_((self._rows(biased_rows), self._rows(biased_ids)), added, accumulate=True)
         if masked_rows:
             logits[self._rows(masked_rows), self._rows(masked_ids)] = -torch.inf
+        if constrained:
+            rows = self._rows(constrained)
+            logits[rows] = logits[rows].masked_fill_(~_unpack_bits(allowed, self.vocab_size), -torch.inf)
         return logits
+
+    def _allowed(self, sequences: list[Sequence], errors: dict[int, str]) -> tuple[list[int], Tensor]:
+        """Rows whose constraint forbids some token, and for each a bit for each token: ``[n, words]``."""
+        rows: list[int] = []
+        masks: list[NDArray[np.int32]] = []
+        for row, sequence in enumerate(sequences):
+            if sequence.constraint is None:
+                continue
+            words = np.zeros(-(-self.vocab_size // 32), dtype=np.int32)
+            try:
+                if sequence.constraint.fill(words):
+                    rows.append(row)
+                    masks.append(words)
+            except ConstraintFailed as error:
+                errors[row] = str(error)
+        packed = torch.from_numpy(np.stack(masks)) if masks else torch.zeros(0, 0, dtype=torch.int32)
+        return rows, packed.to(self.device)
 
     def _penalise(
         self, logits: Tensor, penalised: list[int], sequences: list[Sequence], states: list[_State]
@@ -360,6 +394,16 @@ def _drop_below(weights: Tensor, bound: Tensor) -> None:
         np.multiply(array, array >= bound.numpy(), out=array)
     else:
         weights.masked_fill_(weights < bound, 0.0)
+
+
+def _unpack_bits(words: Tensor, count: int) -> Tensor:
+    """``[n, count]`` bool from ``[n, ceil(count / 32)]`` int32, least significant bit first."""
+    if words.device.type == "cpu":
+        # 25 us a row of 49152 on one core of an EPYC; shifting in torch takes 120 us.
+        bits = np.unpackbits(words.numpy().view(np.uint8), axis=1, count=count, bitorder="little")
+        return torch.from_numpy(bits.view(np.bool_))
+    shifts = torch.arange(32, dtype=torch.int32, device=words.device)
+    return ((words.unsqueeze(-1) >> shifts) & 1).bool().flatten(1)[:, :count]
 
 
 def _take(tensor: Tensor, rows: list[int]) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,6 +11,36 @@ from numpy.typing import NDArray
 from .protocol import SamplingParams, TokenLogprobs
 
 _DIGEST_BYTES = 16
+
+
+class ConstraintFailed(Exception):
+    """A constraint cannot say any more which tokens may come next; the message is for the client."""
+
+
+class TokenConstraint(Protocol):
+    """Says which tokens may come next in one sequence, given those so far (structured output).
+
+    Whoever samples calls `fill` before a token is chosen, masks the logits by it, and calls `accept` with the
+    token before the next `fill`. So the host must know each token before the next one is sampled.
+    """
+
+    def fill(self, words: NDArray[np.int32]) -> bool:
+        """Set bit ``t % 32`` of ``words[t // 32]`` for each token t that may come next, clear the others.
+
+        Args:
+            words: ``[ceil(vocab_size / 32)]``.
+
+        Returns:
+            False when every token may come next, so that there is nothing to mask.
+
+        Raises:
+            ConstraintFailed: the sequence must end with this error.
+        """
+        ...
+
+    def accept(self, token: int) -> None:
+        """Note the token that was chosen. Raises ConstraintFailed for one that `fill` did not allow."""
+        ...
 
 
 class Sequence:
@@ -29,6 +60,7 @@ class Sequence:
         stop_ids: tokens that end it.
         arrival_seconds, first_scheduled_seconds: on the engine's monotonic clock.
         prompt_logprobs: gathered while the prompt is prefilled; None if not asked for.
+        constraint: which tokens may be sampled; None allows all.
     """
 
     __slots__ = (
@@ -36,6 +68,7 @@ class Sequence:
         "arrival_seconds",
         "blocks",
         "cached_tokens",
+        "constraint",
         "first_scheduled_seconds",
         "num_blocks",
         "num_computed",
@@ -57,6 +90,7 @@ class Sequence:
         *,
         eos_token_ids: tuple[int, ...] = (),
         arrival_seconds: float = 0.0,
+        constraint: TokenConstraint | None = None,
     ) -> None:
         self.request_id = request_id
         self.sampling = sampling
@@ -72,6 +106,7 @@ class Sequence:
         if not sampling.ignore_eos:
             self.stop_ids |= frozenset(eos_token_ids)
         self.arrival_seconds = arrival_seconds
+        self.constraint = constraint
         self.first_scheduled_seconds: float | None = None
         self.prompt_logprobs: list[TokenLogprobs | None] | None = (
             None if sampling.prompt_logprobs is None else [None]

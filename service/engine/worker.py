@@ -21,9 +21,12 @@ from service.model.interface import CausalModel
 from service.model.linear import kernel_facts
 
 from .config import EngineConfig
+from .grammars import Grammars
 from .protocol import (
     AbortRequest,
+    AddGrammar,
     AddRequest,
+    DropGrammar,
     EngineInfo,
     EngineStats,
     FinishReason,
@@ -31,6 +34,7 @@ from .protocol import (
     LinearLayerInfo,
     LoadProgress,
     RequestOutput,
+    SetVocabulary,
     Shutdown,
     StepOutputs,
     ToEngine,
@@ -92,6 +96,7 @@ class Worker:
             enable_prefix_caching=config.enable_prefix_caching,
         )
         self.sampler = Sampler(spec.vocab_size, spec.device, config.seed)
+        self.grammars = Grammars(spec.vocab_size)
         progress("warm up", 1.0)
         self._info = self._describe(config, time.monotonic() - started)
 
@@ -136,11 +141,18 @@ class Worker:
                         sequence = self.scheduler.abort(request_id)
                         if sequence is not None:
                             self._end(sequence, "abort")
+                case SetVocabulary():
+                    self.grammars.set_vocabulary(message.data)
+                case AddGrammar():
+                    self.grammars.add(message.key, message.data)
+                case DropGrammar():
+                    self.grammars.drop(message.key)
                 case Shutdown():
                     self._stopping = True
                     return
 
     def _add(self, request: AddRequest) -> None:
+        grammar = request.sampling.grammar
         self.scheduler.add(
             Sequence(
                 request.request_id,
@@ -148,6 +160,7 @@ class Worker:
                 request.sampling,
                 eos_token_ids=self.model.spec.eos_token_ids,
                 arrival_seconds=time.monotonic(),
+                constraint=None if grammar is None else self.grammars.constraint(grammar),
             )
         )
 

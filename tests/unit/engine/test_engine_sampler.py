@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from service.engine import sampler as sampler_module
 from service.engine.protocol import SamplingParams
 from service.engine.sampler import NonFiniteLogits, Sample, Sampler
-from service.engine.sequence import Sequence
+from service.engine.sequence import ConstraintFailed, Sequence
 
 Array = NDArray[np.float64]
 CPU = torch.device("cpu")
@@ -359,4 +359,50 @@ def test_the_models_logits_are_not_changed() -> None:
     logits = torch.randn(len(FILTERS), 300, generator=torch.Generator().manual_seed(9))
     before = logits.clone()
     Sampler(300, CPU).sample(logits, [sequence([1], f"s{i}", **p) for i, p in enumerate(FILTERS)])
+    assert torch.equal(logits, before)
+
+
+class ScriptedConstraint:
+    """A constraint that allows what it was told."""
+
+    def __init__(self, *allowed: int | None) -> None:
+        self.allowed = list(allowed)
+        self.accepted: list[int] = []
+
+    def fill(self, words: NDArray[np.int32]) -> bool:
+        token = self.allowed.pop(0)
+        if token is None:
+            return False
+        if token < 0:
+            raise ConstraintFailed("told to fail")
+        words[token // 32] |= np.int32(1) << np.int32(token % 32) if token % 32 != 31 else np.int32(-(2**31))
+        return True
+
+    def accept(self, token: int) -> None:
+        self.accepted.append(token)
+
+
+@pytest.mark.parametrize("vocab", [31, 32, 33, 417])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_only_the_rows_of_constrained_sequences_are_masked(vocab: int, temperature: float) -> None:
+    """The last token of the vocabulary, one that fails, one that is free for a step, and a neighbour."""
+    constraints = [
+        ScriptedConstraint(vocab - 1, 0),
+        ScriptedConstraint(-1, 2),
+        ScriptedConstraint(None, 3),
+        None,
+    ]
+    sampling = SamplingParams(max_tokens=9, temperature=temperature, seed=1)
+    sequences = [Sequence(str(i), [1], sampling, constraint=c) for i, c in enumerate(constraints)]
+    logits = torch.zeros(4, vocab)
+    logits[:, 7] = 50.0
+    before = logits.clone()
+    sampler = Sampler(vocab, CPU)
+
+    first = sampler.sample(logits, sequences)
+    assert [sample.error for sample in first] == [None, "told to fail", None, None]
+    assert [sample.token for sample in first if sample.error is None] == [vocab - 1, 7, 7]
+    assert constraints[0].accepted == [vocab - 1]
+    assert constraints[1].accepted == []
+    assert [sample.token for sample in sampler.sample(logits, sequences)] == [0, 2, 3, 7]
     assert torch.equal(logits, before)
