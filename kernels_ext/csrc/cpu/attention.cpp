@@ -154,48 +154,29 @@ Tensor paged_attention(const Tensor& q, const Tensor& k_cache, const Tensor& v_c
                        std::optional<int64_t> window, int64_t isa) {
   constexpr const char* op = "paged_attention";
   const Dtype dtype = kernel_dtype(op, "q", q);
-  const ScalarType type = q.scalar_type();
-  check_tensor(op, "q", q, type, 3);
-  check_tensor(op, "k_cache", k_cache, type, 4);
-  check_tensor(op, "v_cache", v_cache, type, 4);
-  check_tensor(op, "block_tables", block_tables, ScalarType::Int, 2);
-  check_tensor(op, "query_start", query_start, ScalarType::Int, 1);
-  check_tensor(op, "context_lens", context_lens, ScalarType::Int, 1);
-
-  const int64_t T = q.size(0);
-  const int64_t num_heads = q.size(1);
-  const int64_t num_kv_heads = k_cache.size(2);
-  const int64_t D = k_cache.size(3);
-  for (int64_t i = 0; i < 4; ++i) check_size(op, "v_cache", v_cache, i, k_cache.size(i), "that of k_cache");
-  check_size(op, "q", q, 2, D, "the head size of k_cache");
-  KERNELS_CHECK(D > 0 && num_heads > 0 && num_kv_heads > 0 && num_heads % num_kv_heads == 0, op, ": q has ",
-                  num_heads, " heads of size ", D, ", expected a multiple of the ", num_kv_heads,
-                  " KV heads of k_cache");
-  const int64_t S = context_lens.size(0);
-  check_size(op, "block_tables", block_tables, 0, S, "sequences in context_lens");
-  check_size(op, "query_start", query_start, 0, S + 1, "sequences in context_lens + 1");
-  KERNELS_CHECK(!window || *window > 0, op, ": window must be positive, got ", window.value_or(0));
+  const AttentionSizes sizes =
+      check_paged_attention(op, check_tensor, q, k_cache, v_cache, block_tables, query_start, context_lens, window);
 
   const DecoderKernels& kernels = decoder_kernels(op, isa, dtype);
-  Tensor out = empty_cpu({T, num_heads * D}, type);
+  Tensor out = empty_cpu({sizes.T, sizes.num_heads * sizes.head_dim}, q.scalar_type());
   const AttentionArgs args = {
       .q = q.const_data_ptr(),
       .k_cache = k_cache.const_data_ptr(),
       .v_cache = v_cache.const_data_ptr(),
       .block_tables = static_cast<const int32_t*>(block_tables.const_data_ptr()),
       .out = out.mutable_data_ptr(),
-      .max_blocks = block_tables.size(1),
-      .block_size = k_cache.size(1),
-      .num_heads = num_heads,
-      .num_kv_heads = num_kv_heads,
-      .head_dim = D,
+      .max_blocks = sizes.max_blocks,
+      .block_size = sizes.block_size,
+      .num_heads = sizes.num_heads,
+      .num_kv_heads = sizes.num_kv_heads,
+      .head_dim = sizes.head_dim,
       .window = window.value_or(INT64_MAX),
       .scale = static_cast<float>(scale),
   };
   // Kept between calls for its memory: one step calls this once a layer.
   thread_local std::vector<Work> work;
   work.clear();
-  plan(op, args, query_start, context_lens, T, k_cache.size(0), work);
+  plan(op, args, query_start, context_lens, sizes.T, k_cache.size(0), work);
   run(kernels, args, work);
   return out;
 }

@@ -7,6 +7,7 @@
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 
+#include "../decoder_checks.h"
 #include "decoder_kernels.h"
 #include "isa.h"
 #include "tensors.h"

@@ -10,20 +10,9 @@ constexpr int64_t kElementsPerThread = 16 * 1024;
 
 Tensor norm(const char* op, const Tensor& x, const Tensor* residual, const Tensor& weight, double eps, int64_t isa) {
   const Dtype dtype = kernel_dtype(op, "x", x);
-  const ScalarType type = x.scalar_type();
-  check_tensor(op, "x", x, type, 2);
-  check_tensor(op, "weight", weight, type, 1);
-  const int64_t T = x.size(0);
-  const int64_t H = x.size(1);
-  KERNELS_CHECK(H > 0, op, ": x must have at least one column, got shape ", shape_string(x));
-  check_size(op, "weight", weight, 0, H, "columns of x");
-  if (residual != nullptr) {
-    check_tensor(op, "residual", *residual, type, 2);
-    check_size(op, "residual", *residual, 0, T, "rows of x");
-    check_size(op, "residual", *residual, 1, H, "columns of x");
-  }
+  const auto [T, H] = check_rms_norm(op, check_tensor, x, residual, weight);
   const DecoderKernels& kernels = decoder_kernels(op, isa, dtype);
-  Tensor y = empty_cpu({T, H}, type);
+  Tensor y = empty_cpu({T, H}, x.scalar_type());
   const RmsNormArgs args = {
       .x = x.const_data_ptr(),
       .residual = residual != nullptr ? residual->mutable_data_ptr() : nullptr,

@@ -18,6 +18,7 @@
 // Tests:    tests/kernels/test_lane_stream_gpu.py
 //
 // No torch header here: this file takes raw pointers and a stream, returns cudaError_t.
+#include "element.cuh"
 #include "lane_stream_device.cuh"
 
 #include <algorithm>
@@ -42,19 +43,6 @@ struct LinearArguments {
 };
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-
-template <typename T>
-__device__ T from_float(float v);
-template <>
-__device__ __half from_float<__half>(float v) {
-  return __float2half_rn(v);
-}
-template <>
-__device__ __nv_bfloat16 from_float<__nv_bfloat16>(float v) {
-  return __float2bfloat16_rn(v);
-}
-__device__ float to_float(__half v) { return __half2float(v); }
-__device__ float to_float(__nv_bfloat16 v) { return __bfloat162float(v); }
 
 // Brings x[0:M, first_column : first_column + tiles * 64] to shared memory in B-fragment order: 16 bytes a lane for
 // each (tile, half tile of 32 columns, token tile of 8). Within a half tile lane (token g, quarter t) takes columns

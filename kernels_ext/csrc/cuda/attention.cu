@@ -1,0 +1,675 @@
+// Causal attention of new tokens over a paged cache, decoding and (chunked) prefill alike, sm_80 and newer.
+//
+//   out[t, h] = softmax(scale * q[t, h] . k[keys that t sees, h / group]) v[the same keys]      group = Hq / Hkv
+//
+// Rows:     the queries of one sequence and one KV head, token by token and within a token head by head of the group:
+//           row r is token r / group. So a decoded token fills `group` rows of an mma tile, and K and V are read once
+//           for the group.
+// Work:     a sequence with at most 16 rows goes to split_kernel: its keys are shared out to blockIdx.z and within a
+//           block to 4 warps, and merge_kernel adds the parts of several blocks in a fixed order. A longer one goes to
+//           tile_kernel: 64 rows a block, 16 a warp, every warp over all keys that its rows see. What the hosts knows
+//           are sizes only, so every grid is an upper bound, and a block finds its tile in query_start.
+//           float32, head sizes that are no multiple of 8 and blocks that are no multiple of 16 go to scalar_kernel.
+// Memory:   K and V go from global memory to mma fragments by loads of 16 bytes, without shared memory: the sums over
+//           the head size and over keys may run in any order, so each lane takes as its fragment what lies together.
+//           A warp has one chunk of 16 keys in flight ahead of the one it computes (head sizes up to 128).
+// Limits:   any T, S, context, window; D <= kMaxHeadDim. Rows of the cache outside the keys that some row of a tile sees
+//           are not read. A non-finite value in a key or value that one token of a sequence sees may reach the
+//           sequence's other tokens of the same call (zero weight times infinity).
+// Bound by: decode: reads of the cache; prefill: mma.sync and L2.
+// Source:   online softmax: FlashAttention-2 (Dao 2023); split keys: Flash-Decoding; fragment layout: PTX ISA, m16n8k16.
+// Tests:    tests/kernels/test_decoder_ops_gpu.py
+//
+// No torch header here: this file takes raw pointers and a stream, returns cudaError_t.
+#include "decoder.cuh"
+#include "element.cuh"
+#include "launch.cuh"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+namespace kernels {
+namespace {
+
+constexpr int kWarps = 4;
+constexpr int kThreads = kWarps * 32;
+constexpr int kRows = 16;       // of an mma tile
+constexpr int kChunkKeys = 16;  // keys a warp takes at once
+constexpr int kMaxSplits = 128;
+constexpr int kAnyRows = std::numeric_limits<int>::max();
+constexpr float kLog2E = 1.4426950408889634f;
+constexpr float kNone = -std::numeric_limits<float>::infinity();  // the maximum of no scores
+
+using Fragment = Vector<uint32_t, 4>;
+
+// Some rows of one sequence.
+struct Tile {
+  int sequence;  // -1: there is no such tile
+  int first_row;
+  int rows;
+  int first_token;     // of the sequence
+  int first_position;  // of that token
+};
+
+// The tile-th run of `tile_rows` rows, counted over the sequences that have `least` to `most` rows. Called by whole
+// warps: lanes look at 32 sequences at a time.
+__device__ Tile find_tile(const AttentionArguments& a, int tile, int tile_rows, int least, int most) {
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const int group = a.num_heads / a.num_kv_heads;
+  for (int base = 0; base < a.S; base += 32) {
+    const int sequence = base + lane;
+    const int start = sequence < a.S ? a.query_start[sequence] : 0;
+    const int rows = sequence < a.S ? (a.query_start[sequence + 1] - start) * group : 0;
+    const int tiles = rows >= least && rows <= most ? (rows + tile_rows - 1) / tile_rows : 0;
+    int through = tiles;
+#pragma unroll
+    for (int distance = 1; distance < 32; distance *= 2) {
+      const int below = __shfl_up_sync(~0u, through, distance);
+      if (lane >= distance) through += below;
+    }
+    const unsigned holders = __ballot_sync(~0u, through > tile);
+    if (holders != 0) {
+      const int owner = __ffs(static_cast<int>(holders)) - 1;
+      Tile found;
+      found.sequence = base + owner;
+      found.first_row = (tile - __shfl_sync(~0u, through - tiles, owner)) * tile_rows;
+      const int all_rows = __shfl_sync(~0u, rows, owner);
+      found.rows = min(tile_rows, all_rows - found.first_row);
+      found.first_token = __shfl_sync(~0u, start, owner);
+      found.first_position = a.context_lens[found.sequence] - all_rows / group;
+      return found;
+    }
+    tile -= __shfl_sync(~0u, through, 31);
+  }
+  return {-1, 0, 0, 0, 0};
+}
+
+// Keys [begin, end) that rows [first, last] of a sequence see between them.
+struct Keys {
+  int begin, end;
+};
+
+__device__ Keys keys_of_rows(const AttentionArguments& a, const Tile& tile, int first, int last) {
+  const int group = a.num_heads / a.num_kv_heads;
+  const int first_position = tile.first_position + first / group;
+  const int last_position = tile.first_position + last / group;
+  return {first_position >= a.window ? first_position - a.window + 1 : 0, last_position + 1};
+}
+
+template <typename T>
+__device__ uint32_t pack_pair(float low, float high);
+template <>
+__device__ uint32_t pack_pair<__half>(float low, float high) {
+  const __half2 pair = __floats2half2_rn(low, high);
+  return *reinterpret_cast<const uint32_t*>(&pair);
+}
+template <>
+__device__ uint32_t pack_pair<__nv_bfloat16>(float low, float high) {
+  const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+  return *reinterpret_cast<const uint32_t*>(&pair);
+}
+
+// One warp's 16 rows: their queries, and their softmax so far. Lane (g, c) = (lane / 4, lane % 4) holds rows g and g + 8.
+//
+// Fragment layouts. For K, mma's k index is a column of the head: lane c takes columns 32 b + 8 c ... + 7 of block b for
+// two mma steps, and the queries are loaded alike. For V, k is a key and n a column: in n-tile j of block v, column n
+// stands for 64 v + 8 n + j, so that a lane's 8 n-tiles are 8 neighbours of one row, and its results, too.
+template <typename T, int kDim>
+struct WarpRows {
+  static constexpr int kKeyBlocks = (kDim + 31) / 32;
+  static constexpr int kValueBlocks = (kDim + 63) / 64;
+  // Above this size the registers hold no chunk ahead.
+  static constexpr bool kAhead = kDim <= 128;
+
+  Fragment q[kKeyBlocks][2];
+  float out[kValueBlocks][8][4];
+  float maximum[2];  // scaled by log2(e)
+  float sum[2];      // this lane's part
+  int position[2];   // the last key that the row sees, -1 for no row
+
+  __device__ void load(const AttentionArguments& a, const Tile& tile, int first_row, int kv_head) {
+    const int g = static_cast<int>(threadIdx.x) % 32 / 4, c = static_cast<int>(threadIdx.x) % 4;
+    const int group = a.num_heads / a.num_kv_heads;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int in_tile = first_row + g + 8 * i;
+      const bool valid = in_tile < tile.rows;
+      const int row = tile.first_row + (valid ? in_tile : 0);
+      position[i] = valid ? tile.first_position + row / group : -1;
+      const int64_t head = static_cast<int64_t>(tile.first_token + row / group) * a.num_heads + kv_head * group + row % group;
+      const T* source = static_cast<const T*>(a.q) + head * a.head_dim;
+#pragma unroll
+      for (int b = 0; b < kKeyBlocks; ++b) q[b][i] = load_columns(source, 32 * b + 8 * c, valid, a.head_dim);
+      maximum[i] = kNone;
+      sum[i] = 0.0f;
+    }
+#pragma unroll
+    for (int v = 0; v < kValueBlocks; ++v) {
+#pragma unroll
+      for (int j = 0; j < 8; ++j) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) out[v][j][e] = 0.0f;
+      }
+    }
+  }
+
+  // Attends to chunks first, first + step, ... below last; of their keys only those in `keys` are read.
+  __device__ void attend(const AttentionArguments& a, const Tile& tile, int kv_head, Keys keys, int first, int step,
+                         int last) {
+    if (first >= last) return;
+    const int32_t* table = a.block_tables + static_cast<int64_t>(tile.sequence) * a.max_blocks;
+    Fragment k[kKeyBlocks][2], v[kValueBlocks][4];
+    int64_t row = chunk_row(a, table, first);
+    if constexpr (kAhead) {
+      load_keys(a, row, kv_head, first, keys, k);
+      load_values(a, row, kv_head, first, keys, v);
+    }
+    for (int chunk = first; chunk < last; chunk += step) {
+      const int next = chunk + step;
+      const int64_t next_row = next < last ? chunk_row(a, table, next) : 0;
+      float score[2][4] = {};
+      if constexpr (!kAhead) load_keys(a, row, kv_head, chunk, keys, k);
+#pragma unroll
+      for (int b = 0; b < kKeyBlocks; ++b) {
+        const uint32_t low[4] = {q[b][0].element[0], q[b][1].element[0], q[b][0].element[1], q[b][1].element[1]};
+        const uint32_t high[4] = {q[b][0].element[2], q[b][1].element[2], q[b][0].element[3], q[b][1].element[3]};
+#pragma unroll
+        for (int n = 0; n < 2; ++n) {
+          ptx::mma_m16n8k16<T>(score[n], low, k[b][n].element[0], k[b][n].element[1]);
+          ptx::mma_m16n8k16<T>(score[n], high, k[b][n].element[2], k[b][n].element[3]);
+        }
+      }
+      if constexpr (kAhead) {
+        if (next < last) load_keys(a, next_row, kv_head, next, keys, k);
+      } else {
+        load_values(a, row, kv_head, chunk, keys, v);
+      }
+      add_chunk(a, chunk, score, v);
+      if constexpr (kAhead) {
+        if (next < last) load_values(a, next_row, kv_head, next, keys, v);
+      }
+      row = next_row;
+    }
+  }
+
+  // Sums of whole rows, after the last chunk.
+  __device__ void finish() {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      sum[i] += __shfl_xor_sync(~0u, sum[i], 1);
+      sum[i] += __shfl_xor_sync(~0u, sum[i], 2);
+    }
+  }
+
+  // Takes in another warp's softmax over other keys of the same rows.
+  __device__ void merge(const float (&other_out)[kValueBlocks][8][4], const float (&other_maximum)[2],
+                        const float (&other_sum)[2]) {
+    float mine[2], theirs[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const float most = fmaxf(maximum[i], other_maximum[i]);
+      const float base = most == kNone ? 0.0f : most;
+      mine[i] = exp2f(maximum[i] - base);
+      theirs[i] = exp2f(other_maximum[i] - base);
+      sum[i] = sum[i] * mine[i] + other_sum[i] * theirs[i];
+      maximum[i] = most;
+    }
+#pragma unroll
+    for (int v = 0; v < kValueBlocks; ++v) {
+#pragma unroll
+      for (int j = 0; j < 8; ++j) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) out[v][j][e] = out[v][j][e] * mine[e / 2] + other_out[v][j][e] * theirs[e / 2];
+      }
+    }
+  }
+
+  // Calls store(row in the warp's 16, first column, 8 values) for the results that this lane holds.
+  template <typename Store>
+  __device__ void for_results(int head_dim, const Store& store) const {
+    const int g = static_cast<int>(threadIdx.x) % 32 / 4, c = static_cast<int>(threadIdx.x) % 4;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+#pragma unroll
+      for (int v = 0; v < kValueBlocks; ++v) {
+#pragma unroll
+        for (int p = 0; p < 2; ++p) {
+          const int column = 64 * v + 8 * (2 * c + p);
+          if (column >= head_dim) continue;
+          float values[8];
+#pragma unroll
+          for (int j = 0; j < 8; ++j) values[j] = out[v][j][2 * i + p];
+          store(g + 8 * i, i, column, values);
+        }
+      }
+    }
+  }
+
+ private:
+  __device__ static Fragment load_columns(const T* row, int column, bool valid, int head_dim) {
+    Fragment zero = {};
+    return valid && column < head_dim ? *reinterpret_cast<const Fragment*>(row + column) : zero;
+  }
+
+  // The cache's row, [blocks * block_size] of them, of a chunk's first key.
+  __device__ static int64_t chunk_row(const AttentionArguments& a, const int32_t* table, int chunk) {
+    const auto key = static_cast<unsigned>(chunk * kChunkKeys), size = static_cast<unsigned>(a.block_size);
+    return static_cast<int64_t>(table[key / size]) * a.block_size + key % size;
+  }
+
+  __device__ static const T* cache_row(const AttentionArguments& a, const void* cache, int64_t row, int kv_head) {
+    return static_cast<const T*>(cache) + (row * a.num_kv_heads + kv_head) * a.head_dim;
+  }
+
+  __device__ static void load_keys(const AttentionArguments& a, int64_t row, int kv_head, int chunk, Keys keys,
+                                   Fragment (&k)[kKeyBlocks][2]) {
+    const int g = static_cast<int>(threadIdx.x) % 32 / 4, c = static_cast<int>(threadIdx.x) % 4;
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+      const int key = chunk * kChunkKeys + 8 * n + g;
+      const bool valid = key >= keys.begin && key < keys.end;
+      const T* source = cache_row(a, a.k_cache, row + 8 * n + g, kv_head);
+#pragma unroll
+      for (int b = 0; b < kKeyBlocks; ++b) k[b][n] = load_columns(source, 32 * b + 8 * c, valid, a.head_dim);
+    }
+  }
+
+  __device__ static void load_values(const AttentionArguments& a, int64_t row, int kv_head, int chunk, Keys keys,
+                                     Fragment (&v)[kValueBlocks][4]) {
+    const int g = static_cast<int>(threadIdx.x) % 32 / 4, c = static_cast<int>(threadIdx.x) % 4;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int in_chunk = 2 * c + i % 2 + 8 * (i / 2);
+      const int key = chunk * kChunkKeys + in_chunk;
+      const bool valid = key >= keys.begin && key < keys.end;
+      const T* source = cache_row(a, a.v_cache, row + in_chunk, kv_head);
+#pragma unroll
+      for (int b = 0; b < kValueBlocks; ++b) v[b][i] = load_columns(source, 64 * b + 8 * g, valid, a.head_dim);
+    }
+  }
+
+  __device__ void add_chunk(const AttentionArguments& a, int chunk, float (&score)[2][4],
+                            const Fragment (&v)[kValueBlocks][4]) {
+    const int c = static_cast<int>(threadIdx.x) % 4;
+    const float scale = a.scale * kLog2E;
+    bool grown = false;
+    float correction[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int first_seen = position[i] - a.window + 1;
+      float most = maximum[i];
+#pragma unroll
+      for (int n = 0; n < 2; ++n) {
+#pragma unroll
+        for (int p = 0; p < 2; ++p) {
+          const int key = chunk * kChunkKeys + 8 * n + 2 * c + p;
+          float& s = score[n][2 * i + p];
+          s = key <= position[i] && key >= first_seen ? s * scale : kNone;
+          most = fmaxf(most, s);
+        }
+      }
+      most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
+      most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
+      const float base = most == kNone ? 0.0f : most;
+      correction[i] = exp2f(maximum[i] - base);
+      grown = grown || most > maximum[i];
+      maximum[i] = most;
+      float added = 0.0f;
+#pragma unroll
+      for (int n = 0; n < 2; ++n) {
+#pragma unroll
+        for (int p = 0; p < 2; ++p) {
+          float& s = score[n][2 * i + p];
+          s = exp2f(s - base);
+          added += s;
+        }
+      }
+      sum[i] = sum[i] * correction[i] + added;
+    }
+    if (__any_sync(~0u, grown)) {
+#pragma unroll
+      for (int b = 0; b < kValueBlocks; ++b) {
+#pragma unroll
+        for (int j = 0; j < 8; ++j) {
+#pragma unroll
+          for (int e = 0; e < 4; ++e) out[b][j][e] *= correction[e / 2];
+        }
+      }
+    }
+    const uint32_t weights[4] = {pack_pair<T>(score[0][0], score[0][1]), pack_pair<T>(score[0][2], score[0][3]),
+                                 pack_pair<T>(score[1][0], score[1][1]), pack_pair<T>(score[1][2], score[1][3])};
+#pragma unroll
+    for (int b = 0; b < kValueBlocks; ++b) {
+#pragma unroll
+      for (int j = 0; j < 8; ++j) {
+        // The low or the high halves of a pair of neighbouring keys.
+        const uint32_t selector = j % 2 == 0 ? 0x5410u : 0x7632u;
+        ptx::mma_m16n8k16<T>(out[b][j], weights, ptx::prmt(v[b][0].element[j / 2], v[b][1].element[j / 2], selector),
+                             ptx::prmt(v[b][2].element[j / 2], v[b][3].element[j / 2], selector));
+      }
+    }
+  }
+};
+
+// Rounds 8 values, divided by the row's sum, to the row of `out` that belongs to a row of a tile.
+template <typename T>
+__device__ void store_row(const AttentionArguments& a, const Tile& tile, int in_tile, int kv_head, int column,
+                          const float (&values)[8], float inverse) {
+  const int group = a.num_heads / a.num_kv_heads;
+  const int row = tile.first_row + in_tile;
+  const int64_t head = static_cast<int64_t>(tile.first_token + row / group) * a.num_heads + kv_head * group + row % group;
+  Vector<T, 8> rounded;
+#pragma unroll
+  for (int j = 0; j < 8; ++j) rounded.element[j] = from_float<T>(values[j] * inverse);
+  *reinterpret_cast<Vector<T, 8>*>(static_cast<T*>(a.out) + head * a.head_dim + column) = rounded;
+}
+
+// --- split keys -------------------------------------------------------------------------------------------------
+
+// Chunks of a tile that one block takes: a multiple of the warps, so that every warp has as many.
+__device__ int chunks_per_split(int chunks, int splits) {
+  return max((chunks + splits - 1) / splits + kWarps - 1, kWarps) / kWarps * kWarps;
+}
+
+// A part's floats in the workspace: results [16, D], then maximum and sum of every row.
+__device__ float* part(const AttentionArguments& a, int tile, int kv_head, int splits, int split) {
+  const int64_t index = (static_cast<int64_t>(tile) * a.num_kv_heads + kv_head) * splits + split;
+  return a.workspace + index * kRows * (a.head_dim + 2);
+}
+
+template <typename T, int kDim>
+__global__ void __launch_bounds__(kThreads) split_kernel(AttentionArguments a, int splits, int most_rows) {
+  using Rows = WarpRows<T, kDim>;
+  struct alignas(16) Exchange {
+    float4 out[Rows::kValueBlocks * 8][32];
+    float4 softmax[32];  // maximum and sum of the lane's two rows
+  };
+  __shared__ Exchange exchange[kWarps / 2];
+  begin_dependent();
+  const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
+  const int kv_head = static_cast<int>(blockIdx.y), split = static_cast<int>(blockIdx.z);
+  const Tile tile = find_tile(a, static_cast<int>(blockIdx.x), kRows, 1, most_rows);
+  if (tile.sequence < 0) return;
+  const Keys keys = keys_of_rows(a, tile, tile.first_row, tile.first_row + tile.rows - 1);
+  const int first_chunk = keys.begin / kChunkKeys;
+  const int chunks = (keys.end + kChunkKeys - 1) / kChunkKeys - first_chunk;
+  const int taken = chunks_per_split(chunks, splits);
+  const int first = first_chunk + split * taken;
+  const int last = min(first_chunk + chunks, first + taken);
+  if (first >= last) return;
+
+  Rows rows;
+  rows.load(a, tile, 0, kv_head);
+  rows.attend(a, tile, kv_head, keys, first + warp, kWarps, last);
+  rows.finish();
+#pragma unroll
+  for (int half = kWarps / 2; half > 0; half /= 2) {
+    if (warp >= half && warp < 2 * half) {
+      Exchange& mine = exchange[warp - half];
+#pragma unroll
+      for (int v = 0; v < Rows::kValueBlocks; ++v) {
+#pragma unroll
+        for (int j = 0; j < 8; ++j) {
+          mine.out[v * 8 + j][lane] =
+              make_float4(rows.out[v][j][0], rows.out[v][j][1], rows.out[v][j][2], rows.out[v][j][3]);
+        }
+      }
+      mine.softmax[lane] = make_float4(rows.maximum[0], rows.maximum[1], rows.sum[0], rows.sum[1]);
+    }
+    __syncthreads();
+    if (warp < half) {
+      const Exchange& theirs = exchange[warp];
+      float out[Rows::kValueBlocks][8][4];
+#pragma unroll
+      for (int v = 0; v < Rows::kValueBlocks; ++v) {
+#pragma unroll
+        for (int j = 0; j < 8; ++j) {
+          const float4 o = theirs.out[v * 8 + j][lane];
+          out[v][j][0] = o.x, out[v][j][1] = o.y, out[v][j][2] = o.z, out[v][j][3] = o.w;
+        }
+      }
+      const float4 s = theirs.softmax[lane];
+      const float maximum[2] = {s.x, s.y}, sum[2] = {s.z, s.w};
+      rows.merge(out, maximum, sum);
+    }
+    __syncthreads();
+  }
+  if (warp > 0) return;
+  if (taken >= chunks) {
+    rows.for_results(a.head_dim, [&](int row, int i, int column, const float(&values)[8]) {
+      if (row < tile.rows) store_row<T>(a, tile, row, kv_head, column, values, 1.0f / rows.sum[i]);
+    });
+    return;
+  }
+  float* destination = part(a, static_cast<int>(blockIdx.x), kv_head, splits, split);
+  rows.for_results(a.head_dim, [&](int row, int, int column, const float(&values)[8]) {
+    if (row >= tile.rows) return;
+    float4* to = reinterpret_cast<float4*>(destination + row * a.head_dim + column);
+    to[0] = make_float4(values[0], values[1], values[2], values[3]);
+    to[1] = make_float4(values[4], values[5], values[6], values[7]);
+  });
+  if (lane % 4 == 0) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      float* softmax = destination + kRows * a.head_dim + 2 * (lane / 4 + 8 * i);
+      softmax[0] = rows.maximum[i];
+      softmax[1] = rows.sum[i];
+    }
+  }
+}
+
+// Adds up the parts of the tiles that split_kernel shared out to several blocks.
+template <typename T>
+__global__ void __launch_bounds__(kThreads) merge_kernel(AttentionArguments a, int splits, int most_rows) {
+  begin_dependent();
+  const int tile_index = static_cast<int>(blockIdx.x), kv_head = static_cast<int>(blockIdx.y);
+  const Tile tile = find_tile(a, tile_index, kRows, 1, most_rows);
+  if (tile.sequence < 0) return;
+  const Keys keys = keys_of_rows(a, tile, tile.first_row, tile.first_row + tile.rows - 1);
+  const int chunks = (keys.end + kChunkKeys - 1) / kChunkKeys - keys.begin / kChunkKeys;
+  const int taken = chunks_per_split(chunks, splits);
+  const int parts = (chunks + taken - 1) / taken;
+  if (parts <= 1) return;
+  const int group = a.num_heads / a.num_kv_heads;
+  for (int item = static_cast<int>(threadIdx.x); item < tile.rows * a.head_dim; item += kThreads) {
+    const int row = item / a.head_dim, column = item % a.head_dim;
+    float most = kNone;
+    for (int p = 0; p < parts; ++p) {
+      most = fmaxf(most, part(a, tile_index, kv_head, splits, p)[kRows * a.head_dim + 2 * row]);
+    }
+    const float base = most == kNone ? 0.0f : most;
+    float out = 0.0f, sum = 0.0f;
+    for (int p = 0; p < parts; ++p) {
+      const float* from = part(a, tile_index, kv_head, splits, p);
+      const float weight = exp2f(from[kRows * a.head_dim + 2 * row] - base);
+      sum += from[kRows * a.head_dim + 2 * row + 1] * weight;
+      out += from[row * a.head_dim + column] * weight;
+    }
+    const int in_sequence = tile.first_row + row;
+    const int64_t head = static_cast<int64_t>(tile.first_token + in_sequence / group) * a.num_heads + kv_head * group +
+                         in_sequence % group;
+    static_cast<T*>(a.out)[head * a.head_dim + column] = from_float<T>(out / sum);
+  }
+}
+
+// --- tiles of rows ----------------------------------------------------------------------------------------------
+
+template <typename T, int kDim>
+__global__ void __launch_bounds__(kThreads) tile_kernel(AttentionArguments a) {
+  begin_dependent();
+  const int warp = static_cast<int>(threadIdx.x) / 32;
+  const int kv_head = static_cast<int>(blockIdx.y);
+  // Backwards: a prompt's last rows see the most keys, and long work is best started first.
+  const Tile tile = find_tile(a, static_cast<int>(gridDim.x - 1 - blockIdx.x), kWarps * kRows, kRows + 1,
+                              kAnyRows);
+  const int first_row = warp * kRows;
+  if (tile.sequence < 0 || first_row >= tile.rows) return;
+  const int last_row = min(first_row + kRows, tile.rows) - 1;
+  const Keys keys = keys_of_rows(a, tile, tile.first_row + first_row, tile.first_row + last_row);
+  WarpRows<T, kDim> rows;
+  rows.load(a, tile, first_row, kv_head);
+  rows.attend(a, tile, kv_head, keys, keys.begin / kChunkKeys, 1, (keys.end + kChunkKeys - 1) / kChunkKeys);
+  rows.finish();
+  rows.for_results(a.head_dim, [&](int row, int i, int column, const float(&values)[8]) {
+    if (first_row + row < tile.rows) {
+      store_row<T>(a, tile, first_row + row, kv_head, column, values, 1.0f / rows.sum[i]);
+    }
+  });
+}
+
+// --- everything else --------------------------------------------------------------------------------------------
+
+// One block a token and head; a warp takes every fourth key, its lanes share the columns out.
+template <typename T>
+__global__ void __launch_bounds__(kThreads) scalar_kernel(AttentionArguments a) {
+  constexpr int kColumns = kMaxHeadDim / 32;
+  __shared__ float outs[kWarps][kMaxHeadDim];
+  __shared__ float maxima[kWarps], sums[kWarps];
+  begin_dependent();
+  const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
+  const int group = a.num_heads / a.num_kv_heads;
+  const int head = static_cast<int>(blockIdx.y), kv_head = head / group;
+  const Tile tile = find_tile(a, static_cast<int>(blockIdx.x), group, 1, kAnyRows);
+  if (tile.sequence < 0) return;
+  const int64_t token = tile.first_token + tile.first_row / group;
+  const Keys keys = keys_of_rows(a, tile, tile.first_row, tile.first_row);
+  const int32_t* table = a.block_tables + static_cast<int64_t>(tile.sequence) * a.max_blocks;
+  const T* query = static_cast<const T*>(a.q) + (token * a.num_heads + head) * a.head_dim;
+  float q[kColumns] = {}, out[kColumns] = {};
+#pragma unroll
+  for (int i = 0; i < kColumns; ++i) {
+    if (lane + 32 * i < a.head_dim) q[i] = to_float(query[lane + 32 * i]);
+  }
+  float most = kNone, sum = 0.0f;
+  for (int key = keys.begin + warp; key < keys.end; key += kWarps) {
+    const int64_t row = static_cast<int64_t>(table[key / a.block_size]) * a.block_size + key % a.block_size;
+    const int64_t first = (row * a.num_kv_heads + kv_head) * a.head_dim;
+    const T* k = static_cast<const T*>(a.k_cache) + first;
+    const T* v = static_cast<const T*>(a.v_cache) + first;
+    float score = 0.0f;
+#pragma unroll
+    for (int i = 0; i < kColumns; ++i) {
+      if (lane + 32 * i < a.head_dim) score += q[i] * to_float(k[lane + 32 * i]);
+    }
+    score = warp_sum(score) * a.scale * kLog2E;
+    const float now = fmaxf(most, score);
+    const float base = now == kNone ? 0.0f : now;
+    const float correction = exp2f(most - base), weight = exp2f(score - base);
+    sum = sum * correction + weight;
+#pragma unroll
+    for (int i = 0; i < kColumns; ++i) {
+      if (lane + 32 * i < a.head_dim) out[i] = out[i] * correction + weight * to_float(v[lane + 32 * i]);
+    }
+    most = now;
+  }
+#pragma unroll
+  for (int i = 0; i < kColumns; ++i) outs[warp][lane + 32 * i] = out[i];
+  if (lane == 0) maxima[warp] = most, sums[warp] = sum;
+  __syncthreads();
+  most = kNone, sum = 0.0f;
+  for (int w = 0; w < kWarps; ++w) most = fmaxf(most, maxima[w]);
+  const float base = most == kNone ? 0.0f : most;
+  for (int w = 0; w < kWarps; ++w) sum += sums[w] * exp2f(maxima[w] - base);
+  T* to = static_cast<T*>(a.out) + (token * a.num_heads + head) * a.head_dim;
+  for (int d = static_cast<int>(threadIdx.x); d < a.head_dim; d += kThreads) {
+    float value = 0.0f;
+    for (int w = 0; w < kWarps; ++w) value += outs[w][d] * exp2f(maxima[w] - base);
+    to[d] = from_float<T>(value / sum);
+  }
+}
+
+// --- host -------------------------------------------------------------------------------------------------------
+
+bool has_fragments(ElementType type, const AttentionArguments& a) {
+  return type != ElementType::kFloat32 && a.head_dim % 8 == 0 && a.head_dim <= 256 && a.block_size % kChunkKeys == 0;
+}
+
+struct Launches {
+  bool tiles;           // tile_kernel runs for sequences of more than 16 rows
+  int64_t tile_blocks;  // upper bounds of tiles
+  int64_t split_blocks;
+  int most_split_rows;
+  int splits;
+};
+
+cudaError_t plan(const AttentionArguments& a, Launches* launches) {
+  int multiprocessors = 0;
+  if (const cudaError_t error = device_attribute(cudaDevAttrMultiProcessorCount, &multiprocessors);
+      error != cudaSuccess) {
+    return error;
+  }
+  const int64_t rows = a.T * (a.num_heads / a.num_kv_heads);
+  // With no more tokens than sequences it is a decode step, and split_kernel takes whatever there is.
+  launches->tiles = a.T > a.S;
+  launches->tile_blocks = std::min<int64_t>(a.S, rows / (kRows + 1)) + rows / (kWarps * kRows);
+  launches->most_split_rows = launches->tiles ? kRows : kAnyRows;
+  launches->split_blocks = launches->tiles ? (a.S > 1 || rows <= kRows ? a.S : 0) : a.S + rows / kRows;
+  const int64_t keys = std::min<int64_t>(static_cast<int64_t>(a.max_blocks) * a.block_size, a.window);
+  const int64_t useful = std::max<int64_t>(keys / (kChunkKeys * kWarps), 1);
+  const int64_t wanted = 4 * multiprocessors / std::max<int64_t>(launches->split_blocks * a.num_kv_heads, 1);
+  launches->splits = static_cast<int>(std::clamp<int64_t>(std::min(useful, wanted), 1, kMaxSplits));
+  return cudaSuccess;
+}
+
+template <typename T, int kDim>
+cudaError_t launch_fragments(const AttentionArguments& a, cudaStream_t stream) {
+  Launches launches = {};
+  if (const cudaError_t error = plan(a, &launches); error != cudaSuccess) return error;
+  const auto heads = static_cast<unsigned>(a.num_kv_heads);
+  if (launches.tiles && launches.tile_blocks > 0) {
+    const dim3 grid(static_cast<unsigned>(launches.tile_blocks), heads);
+    const cudaError_t error = launch_overlapped(tile_kernel<T, kDim>, grid, dim3(kThreads), 0, stream, a);
+    if (error != cudaSuccess) return error;
+  }
+  if (launches.split_blocks == 0) return cudaSuccess;
+  const dim3 grid(static_cast<unsigned>(launches.split_blocks), heads, static_cast<unsigned>(launches.splits));
+  const cudaError_t error = launch_overlapped(split_kernel<T, kDim>, grid, dim3(kThreads), 0, stream, a,
+                                              launches.splits, launches.most_split_rows);
+  if (error != cudaSuccess || launches.splits == 1) return error;
+  return launch_overlapped(merge_kernel<T>, dim3(grid.x, grid.y), dim3(kThreads), 0, stream, a, launches.splits,
+                           launches.most_split_rows);
+}
+
+template <typename T>
+cudaError_t launch_head_size(const AttentionArguments& a, cudaStream_t stream) {
+  if (a.head_dim <= 64) return launch_fragments<T, 64>(a, stream);
+  if (a.head_dim <= 96) return launch_fragments<T, 96>(a, stream);
+  if (a.head_dim <= 128) return launch_fragments<T, 128>(a, stream);
+  return launch_fragments<T, 256>(a, stream);
+}
+
+template <typename T>
+cudaError_t launch_scalar(const AttentionArguments& a, cudaStream_t stream) {
+  const dim3 grid(static_cast<unsigned>(a.T), static_cast<unsigned>(a.num_heads));
+  return launch_overlapped(scalar_kernel<T>, grid, dim3(kThreads), 0, stream, a);
+}
+
+}  // namespace
+
+cudaError_t attention_workspace_floats(ElementType type, const AttentionArguments& a, int64_t* floats) {
+  *floats = 0;
+  if (!has_fragments(type, a)) return cudaSuccess;
+  Launches launches = {};
+  if (const cudaError_t error = plan(a, &launches); error != cudaSuccess) return error;
+  if (launches.splits > 1) {
+    *floats = launches.split_blocks * a.num_kv_heads * launches.splits * kRows * (a.head_dim + 2);
+  }
+  return cudaSuccess;
+}
+
+cudaError_t launch_paged_attention(ElementType type, const AttentionArguments& a, cudaStream_t stream) {
+  if (a.T == 0 || a.S == 0) return cudaSuccess;
+  const bool fragments = has_fragments(type, a);
+  switch (type) {
+    case ElementType::kFloat32:
+      return launch_scalar<float>(a, stream);
+    case ElementType::kFloat16:
+      return fragments ? launch_head_size<__half>(a, stream) : launch_scalar<__half>(a, stream);
+    case ElementType::kBFloat16:
+      return fragments ? launch_head_size<__nv_bfloat16>(a, stream) : launch_scalar<__nv_bfloat16>(a, stream);
+  }
+  return cudaErrorInvalidValue;
+}
+
+}  // namespace kernels
