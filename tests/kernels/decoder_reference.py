@@ -142,6 +142,8 @@ class Batch:
         out = torch.empty(self.q.shape, dtype=torch.float64)
         for s, context in enumerate(self.context_lens.tolist()):
             start, end = self.query_start[s : s + 2].tolist()
+            if start == end:
+                continue
             positions = torch.arange(context - (end - start), context)
             window = context if self.window is None else self.window
             seen = torch.arange(max(0, context - (end - start) - window + 1), context)

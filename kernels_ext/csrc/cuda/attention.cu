@@ -119,17 +119,18 @@ template <typename T, int kDim>
 struct WarpRows {
   static constexpr int kKeyBlocks = (kDim + 31) / 32;
   static constexpr int kValueBlocks = (kDim + 63) / 64;
-  // Above this size the registers hold no chunk ahead.
+  // Above this size the registers hold neither the queries nor a chunk ahead.
   static constexpr bool kAhead = kDim <= 128;
 
-  Fragment q[kKeyBlocks][2];
+  Fragment q[kAhead ? kKeyBlocks : 1][2];
+  const T* query[2];  // rows of a.q
   float out[kValueBlocks][8][4];
   float maximum[2];  // scaled by log2(e)
   float sum[2];      // this lane's part
   int position[2];   // the last key that the row sees, -1 for no row
 
   __device__ void load(const AttentionArguments& a, const Tile& tile, int first_row, int kv_head) {
-    const int g = static_cast<int>(threadIdx.x) % 32 / 4, c = static_cast<int>(threadIdx.x) % 4;
+    const int g = static_cast<int>(threadIdx.x) % 32 / 4;
     const int group = a.num_heads / a.num_kv_heads;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -138,11 +139,13 @@ struct WarpRows {
       const int row = tile.first_row + (valid ? in_tile : 0);
       position[i] = valid ? tile.first_position + row / group : -1;
       const int64_t head = static_cast<int64_t>(tile.first_token + row / group) * a.num_heads + kv_head * group + row % group;
-      const T* source = static_cast<const T*>(a.q) + head * a.head_dim;
-#pragma unroll
-      for (int b = 0; b < kKeyBlocks; ++b) q[b][i] = load_columns(source, 32 * b + 8 * c, valid, a.head_dim);
+      query[i] = static_cast<const T*>(a.q) + head * a.head_dim;
       maximum[i] = kNone;
       sum[i] = 0.0f;
+    }
+    if constexpr (kAhead) {
+#pragma unroll
+      for (int b = 0; b < kKeyBlocks; ++b) load_queries(a, b, q[b]);
     }
 #pragma unroll
     for (int v = 0; v < kValueBlocks; ++v) {
@@ -159,37 +162,56 @@ struct WarpRows {
                          int last) {
     if (first >= last) return;
     const int32_t* table = a.block_tables + static_cast<int64_t>(tile.sequence) * a.max_blocks;
-    Fragment k[kKeyBlocks][2], v[kValueBlocks][4];
+    Fragment k[kAhead ? kKeyBlocks : 1][2], v[kAhead ? kValueBlocks : 1][4];
     int64_t row = chunk_row(a, table, first);
+    const auto load_all_keys = [&](int chunk) {
+#pragma unroll
+      for (int b = 0; b < kKeyBlocks; ++b) load_keys(a, row, kv_head, chunk, keys, b, k[b]);
+    };
+    const auto load_all_values = [&](int chunk) {
+#pragma unroll
+      for (int b = 0; b < kValueBlocks; ++b) load_values(a, row, kv_head, chunk, keys, b, v[b]);
+    };
     if constexpr (kAhead) {
-      load_keys(a, row, kv_head, first, keys, k);
-      load_values(a, row, kv_head, first, keys, v);
+      load_all_keys(first);
+      load_all_values(first);
     }
     for (int chunk = first; chunk < last; chunk += step) {
       const int next = chunk + step;
       const int64_t next_row = next < last ? chunk_row(a, table, next) : 0;
       float score[2][4] = {};
-      if constexpr (!kAhead) load_keys(a, row, kv_head, chunk, keys, k);
 #pragma unroll
       for (int b = 0; b < kKeyBlocks; ++b) {
-        const uint32_t low[4] = {q[b][0].element[0], q[b][1].element[0], q[b][0].element[1], q[b][1].element[1]};
-        const uint32_t high[4] = {q[b][0].element[2], q[b][1].element[2], q[b][0].element[3], q[b][1].element[3]};
+        if constexpr (!kAhead) {
+          load_queries(a, b, q[0]);
+          load_keys(a, row, kv_head, chunk, keys, b, k[0]);
+        }
+        const Fragment(&block)[2] = k[kAhead ? b : 0];
+        const Fragment &upper = q[kAhead ? b : 0][0], &lower = q[kAhead ? b : 0][1];
+        const uint32_t low[4] = {upper.element[0], lower.element[0], upper.element[1], lower.element[1]};
+        const uint32_t high[4] = {upper.element[2], lower.element[2], upper.element[3], lower.element[3]};
 #pragma unroll
         for (int n = 0; n < 2; ++n) {
-          ptx::mma_m16n8k16<T>(score[n], low, k[b][n].element[0], k[b][n].element[1]);
-          ptx::mma_m16n8k16<T>(score[n], high, k[b][n].element[2], k[b][n].element[3]);
+          ptx::mma_m16n8k16<T>(score[n], low, block[n].element[0], block[n].element[1]);
+          ptx::mma_m16n8k16<T>(score[n], high, block[n].element[2], block[n].element[3]);
         }
       }
       if constexpr (kAhead) {
-        if (next < last) load_keys(a, next_row, kv_head, next, keys, k);
-      } else {
-        load_values(a, row, kv_head, chunk, keys, v);
+        row = next_row;
+        if (next < last) load_all_keys(next);
       }
-      add_chunk(a, chunk, score, v);
+      uint32_t weights[4];
+      add_scores(a, chunk, score, weights);
+#pragma unroll
+      for (int b = 0; b < kValueBlocks; ++b) {
+        if constexpr (!kAhead) load_values(a, row, kv_head, chunk, keys, b, v[0]);
+        add_values(weights, v[kAhead ? b : 0], out[b]);
+      }
       if constexpr (kAhead) {
-        if (next < last) load_values(a, next_row, kv_head, next, keys, v);
+        if (next < last) load_all_values(next);
+      } else {
+        row = next_row;
       }
-      row = next_row;
     }
   }
 
@@ -262,21 +284,29 @@ struct WarpRows {
     return static_cast<const T*>(cache) + (row * a.num_kv_heads + kv_head) * a.head_dim;
   }
 
-  __device__ static void load_keys(const AttentionArguments& a, int64_t row, int kv_head, int chunk, Keys keys,
-                                   Fragment (&k)[kKeyBlocks][2]) {
+  // Block b of the queries, that is 32 of their columns. A row that is none reads another's: its scores are masked.
+  __device__ void load_queries(const AttentionArguments& a, int b, Fragment (&to)[2]) const {
+    const int c = static_cast<int>(threadIdx.x) % 4;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) to[i] = load_columns(query[i], 32 * b + 8 * c, true, a.head_dim);
+  }
+
+  // Block b of a chunk's keys, that is 32 of their columns.
+  __device__ static void load_keys(const AttentionArguments& a, int64_t row, int kv_head, int chunk, Keys keys, int b,
+                                   Fragment (&k)[2]) {
     const int g = static_cast<int>(threadIdx.x) % 32 / 4, c = static_cast<int>(threadIdx.x) % 4;
 #pragma unroll
     for (int n = 0; n < 2; ++n) {
       const int key = chunk * kChunkKeys + 8 * n + g;
       const bool valid = key >= keys.begin && key < keys.end;
       const T* source = cache_row(a, a.k_cache, row + 8 * n + g, kv_head);
-#pragma unroll
-      for (int b = 0; b < kKeyBlocks; ++b) k[b][n] = load_columns(source, 32 * b + 8 * c, valid, a.head_dim);
+      k[n] = load_columns(source, 32 * b + 8 * c, valid, a.head_dim);
     }
   }
 
-  __device__ static void load_values(const AttentionArguments& a, int64_t row, int kv_head, int chunk, Keys keys,
-                                     Fragment (&v)[kValueBlocks][4]) {
+  // Block b of a chunk's values, that is 64 of their columns.
+  __device__ static void load_values(const AttentionArguments& a, int64_t row, int kv_head, int chunk, Keys keys, int b,
+                                     Fragment (&v)[4]) {
     const int g = static_cast<int>(threadIdx.x) % 32 / 4, c = static_cast<int>(threadIdx.x) % 4;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -284,13 +314,12 @@ struct WarpRows {
       const int key = chunk * kChunkKeys + in_chunk;
       const bool valid = key >= keys.begin && key < keys.end;
       const T* source = cache_row(a, a.v_cache, row + in_chunk, kv_head);
-#pragma unroll
-      for (int b = 0; b < kValueBlocks; ++b) v[b][i] = load_columns(source, 64 * b + 8 * g, valid, a.head_dim);
+      v[i] = load_columns(source, 64 * b + 8 * g, valid, a.head_dim);
     }
   }
 
-  __device__ void add_chunk(const AttentionArguments& a, int chunk, float (&score)[2][4],
-                            const Fragment (&v)[kValueBlocks][4]) {
+  // Takes a chunk's scores into the softmax, and makes its weights an A fragment.
+  __device__ void add_scores(const AttentionArguments& a, int chunk, float (&score)[2][4], uint32_t (&weights)[4]) {
     const int c = static_cast<int>(threadIdx.x) % 4;
     const float scale = a.scale * kLog2E;
     bool grown = false;
@@ -337,17 +366,19 @@ struct WarpRows {
         }
       }
     }
-    const uint32_t weights[4] = {pack_pair<T>(score[0][0], score[0][1]), pack_pair<T>(score[0][2], score[0][3]),
-                                 pack_pair<T>(score[1][0], score[1][1]), pack_pair<T>(score[1][2], score[1][3])};
+    weights[0] = pack_pair<T>(score[0][0], score[0][1]);
+    weights[1] = pack_pair<T>(score[0][2], score[0][3]);
+    weights[2] = pack_pair<T>(score[1][0], score[1][1]);
+    weights[3] = pack_pair<T>(score[1][2], score[1][3]);
+  }
+
+  __device__ static void add_values(const uint32_t (&weights)[4], const Fragment (&v)[4], float (&to)[8][4]) {
 #pragma unroll
-    for (int b = 0; b < kValueBlocks; ++b) {
-#pragma unroll
-      for (int j = 0; j < 8; ++j) {
-        // The low or the high halves of a pair of neighbouring keys.
-        const uint32_t selector = j % 2 == 0 ? 0x5410u : 0x7632u;
-        ptx::mma_m16n8k16<T>(out[b][j], weights, ptx::prmt(v[b][0].element[j / 2], v[b][1].element[j / 2], selector),
-                             ptx::prmt(v[b][2].element[j / 2], v[b][3].element[j / 2], selector));
-      }
+    for (int j = 0; j < 8; ++j) {
+      // The low or the high halves of a pair of neighbouring keys.
+      const uint32_t selector = j % 2 == 0 ? 0x5410u : 0x7632u;
+      ptx::mma_m16n8k16<T>(to[j], weights, ptx::prmt(v[0].element[j / 2], v[1].element[j / 2], selector),
+                           ptx::prmt(v[2].element[j / 2], v[3].element[j / 2], selector));
     }
   }
 };
@@ -459,37 +490,52 @@ __global__ void __launch_bounds__(kThreads) split_kernel(AttentionArguments a, i
   }
 }
 
-// Adds up the parts of the tiles that split_kernel shared out to several blocks.
+// Adds up the parts of the tiles that split_kernel shared out to several blocks: one block a row.
 template <typename T>
 __global__ void __launch_bounds__(kThreads) merge_kernel(AttentionArguments a, int splits, int most_rows) {
+  __shared__ float weights[kMaxSplits];
   begin_dependent();
   const int tile_index = static_cast<int>(blockIdx.x), kv_head = static_cast<int>(blockIdx.y);
+  const int row = static_cast<int>(blockIdx.z), lane = static_cast<int>(threadIdx.x) % 32;
   const Tile tile = find_tile(a, tile_index, kRows, 1, most_rows);
-  if (tile.sequence < 0) return;
+  if (tile.sequence < 0 || row >= tile.rows) return;
   const Keys keys = keys_of_rows(a, tile, tile.first_row, tile.first_row + tile.rows - 1);
   const int chunks = (keys.end + kChunkKeys - 1) / kChunkKeys - keys.begin / kChunkKeys;
   const int taken = chunks_per_split(chunks, splits);
   const int parts = (chunks + taken - 1) / taken;
   if (parts <= 1) return;
+
+  // Every warp computes all weights, 32 parts at a time; that takes one read, not one a part.
+  const float* first = part(a, tile_index, kv_head, splits, 0);
+  const int part_floats = kRows * (a.head_dim + 2);
+  const auto softmax = [&](int p) {
+    return *reinterpret_cast<const float2*>(first + p * part_floats + kRows * a.head_dim + 2 * row);
+  };
+  float most = kNone;
+  for (int p = lane; p < parts; p += 32) most = fmaxf(most, softmax(p).x);
+#pragma unroll
+  for (int distance = 16; distance > 0; distance /= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, distance));
+  const float base = most == kNone ? 0.0f : most;
+  float sum = 0.0f;
+  for (int p = lane; p < parts; p += 32) {
+    const float2 s = softmax(p);
+    const float weight = exp2f(s.x - base);
+    sum += s.y * weight;
+    weights[p] = weight;  // the same from every warp
+  }
+  const float inverse = 1.0f / warp_sum(sum);
+  __syncthreads();
+
   const int group = a.num_heads / a.num_kv_heads;
-  for (int item = static_cast<int>(threadIdx.x); item < tile.rows * a.head_dim; item += kThreads) {
-    const int row = item / a.head_dim, column = item % a.head_dim;
-    float most = kNone;
-    for (int p = 0; p < parts; ++p) {
-      most = fmaxf(most, part(a, tile_index, kv_head, splits, p)[kRows * a.head_dim + 2 * row]);
-    }
-    const float base = most == kNone ? 0.0f : most;
-    float out = 0.0f, sum = 0.0f;
-    for (int p = 0; p < parts; ++p) {
-      const float* from = part(a, tile_index, kv_head, splits, p);
-      const float weight = exp2f(from[kRows * a.head_dim + 2 * row] - base);
-      sum += from[kRows * a.head_dim + 2 * row + 1] * weight;
-      out += from[row * a.head_dim + column] * weight;
-    }
-    const int in_sequence = tile.first_row + row;
-    const int64_t head = static_cast<int64_t>(tile.first_token + in_sequence / group) * a.num_heads + kv_head * group +
-                         in_sequence % group;
-    static_cast<T*>(a.out)[head * a.head_dim + column] = from_float<T>(out / sum);
+  const int in_sequence = tile.first_row + row;
+  const int64_t head = static_cast<int64_t>(tile.first_token + in_sequence / group) * a.num_heads + kv_head * group +
+                       in_sequence % group;
+  for (int column = static_cast<int>(threadIdx.x); column < a.head_dim; column += kThreads) {
+    const float* from = first + row * a.head_dim + column;
+    float out = 0.0f;
+#pragma unroll 8
+    for (int p = 0; p < parts; ++p) out += from[p * part_floats] * weights[p];
+    static_cast<T*>(a.out)[head * a.head_dim + column] = from_float<T>(out * inverse);
   }
 }
 
@@ -607,7 +653,7 @@ cudaError_t plan(const AttentionArguments& a, Launches* launches) {
   launches->split_blocks = launches->tiles ? (a.S > 1 || rows <= kRows ? a.S : 0) : a.S + rows / kRows;
   const int64_t keys = std::min<int64_t>(static_cast<int64_t>(a.max_blocks) * a.block_size, a.window);
   const int64_t useful = std::max<int64_t>(keys / (kChunkKeys * kWarps), 1);
-  const int64_t wanted = 4 * multiprocessors / std::max<int64_t>(launches->split_blocks * a.num_kv_heads, 1);
+  const int64_t wanted = 2 * multiprocessors / std::max<int64_t>(launches->split_blocks * a.num_kv_heads, 1);
   launches->splits = static_cast<int>(std::clamp<int64_t>(std::min(useful, wanted), 1, kMaxSplits));
   return cudaSuccess;
 }
@@ -627,7 +673,7 @@ cudaError_t launch_fragments(const AttentionArguments& a, cudaStream_t stream) {
   const cudaError_t error = launch_overlapped(split_kernel<T, kDim>, grid, dim3(kThreads), 0, stream, a,
                                               launches.splits, launches.most_split_rows);
   if (error != cudaSuccess || launches.splits == 1) return error;
-  return launch_overlapped(merge_kernel<T>, dim3(grid.x, grid.y), dim3(kThreads), 0, stream, a, launches.splits,
+  return launch_overlapped(merge_kernel<T>, dim3(grid.x, grid.y, kRows), dim3(kThreads), 0, stream, a, launches.splits,
                            launches.most_split_rows);
 }
 
