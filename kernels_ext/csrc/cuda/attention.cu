@@ -118,19 +118,22 @@ __device__ uint32_t pack_pair<__nv_bfloat16>(float low, float high) {
 template <typename T, int kDim>
 struct WarpRows {
   static constexpr int kKeyBlocks = (kDim + 31) / 32;
-  static constexpr int kValueBlocks = (kDim + 63) / 64;
-  // Above this size the registers hold neither the queries nor a chunk ahead.
+  // Above 128 columns the registers hold no chunk ahead, and the results of half the columns only: two blocks compute
+  // the same scores.
   static constexpr bool kAhead = kDim <= 128;
+  static constexpr int kParts = kAhead ? 1 : 2;
+  static constexpr int kValueBlocks = (kDim + 63) / 64 / kParts;
 
-  Fragment q[kAhead ? kKeyBlocks : 1][2];
-  const T* query[2];  // rows of a.q
+  Fragment q[kKeyBlocks][2];
+  int first_column;  // of the results
   float out[kValueBlocks][8][4];
   float maximum[2];  // scaled by log2(e)
   float sum[2];      // this lane's part
   int position[2];   // the last key that the row sees, -1 for no row
 
-  __device__ void load(const AttentionArguments& a, const Tile& tile, int first_row, int kv_head) {
-    const int g = static_cast<int>(threadIdx.x) % 32 / 4;
+  __device__ void load(const AttentionArguments& a, const Tile& tile, int first_row, int kv_head, int column_part) {
+    const int g = static_cast<int>(threadIdx.x) % 32 / 4, c = static_cast<int>(threadIdx.x) % 4;
+    first_column = column_part * kValueBlocks * 64;
     const int group = a.num_heads / a.num_kv_heads;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -139,13 +142,11 @@ struct WarpRows {
       const int row = tile.first_row + (valid ? in_tile : 0);
       position[i] = valid ? tile.first_position + row / group : -1;
       const int64_t head = static_cast<int64_t>(tile.first_token + row / group) * a.num_heads + kv_head * group + row % group;
-      query[i] = static_cast<const T*>(a.q) + head * a.head_dim;
+      const T* source = static_cast<const T*>(a.q) + head * a.head_dim;
+#pragma unroll
+      for (int b = 0; b < kKeyBlocks; ++b) q[b][i] = load_columns(source, 32 * b + 8 * c, valid, a.head_dim);
       maximum[i] = kNone;
       sum[i] = 0.0f;
-    }
-    if constexpr (kAhead) {
-#pragma unroll
-      for (int b = 0; b < kKeyBlocks; ++b) load_queries(a, b, q[b]);
     }
 #pragma unroll
     for (int v = 0; v < kValueBlocks; ++v) {
@@ -182,12 +183,9 @@ struct WarpRows {
       float score[2][4] = {};
 #pragma unroll
       for (int b = 0; b < kKeyBlocks; ++b) {
-        if constexpr (!kAhead) {
-          load_queries(a, b, q[0]);
-          load_keys(a, row, kv_head, chunk, keys, b, k[0]);
-        }
+        if constexpr (!kAhead) load_keys(a, row, kv_head, chunk, keys, b, k[0]);
         const Fragment(&block)[2] = k[kAhead ? b : 0];
-        const Fragment &upper = q[kAhead ? b : 0][0], &lower = q[kAhead ? b : 0][1];
+        const Fragment &upper = q[b][0], &lower = q[b][1];
         const uint32_t low[4] = {upper.element[0], lower.element[0], upper.element[1], lower.element[1]};
         const uint32_t high[4] = {upper.element[2], lower.element[2], upper.element[3], lower.element[3]};
 #pragma unroll
@@ -257,7 +255,7 @@ struct WarpRows {
       for (int v = 0; v < kValueBlocks; ++v) {
 #pragma unroll
         for (int p = 0; p < 2; ++p) {
-          const int column = 64 * v + 8 * (2 * c + p);
+          const int column = first_column + 64 * v + 8 * (2 * c + p);
           if (column >= head_dim) continue;
           float values[8];
 #pragma unroll
@@ -284,13 +282,6 @@ struct WarpRows {
     return static_cast<const T*>(cache) + (row * a.num_kv_heads + kv_head) * a.head_dim;
   }
 
-  // Block b of the queries, that is 32 of their columns. A row that is none reads another's: its scores are masked.
-  __device__ void load_queries(const AttentionArguments& a, int b, Fragment (&to)[2]) const {
-    const int c = static_cast<int>(threadIdx.x) % 4;
-#pragma unroll
-    for (int i = 0; i < 2; ++i) to[i] = load_columns(query[i], 32 * b + 8 * c, true, a.head_dim);
-  }
-
   // Block b of a chunk's keys, that is 32 of their columns.
   __device__ static void load_keys(const AttentionArguments& a, int64_t row, int kv_head, int chunk, Keys keys, int b,
                                    Fragment (&k)[2]) {
@@ -305,8 +296,8 @@ struct WarpRows {
   }
 
   // Block b of a chunk's values, that is 64 of their columns.
-  __device__ static void load_values(const AttentionArguments& a, int64_t row, int kv_head, int chunk, Keys keys, int b,
-                                     Fragment (&v)[4]) {
+  __device__ void load_values(const AttentionArguments& a, int64_t row, int kv_head, int chunk, Keys keys, int b,
+                              Fragment (&v)[4]) const {
     const int g = static_cast<int>(threadIdx.x) % 32 / 4, c = static_cast<int>(threadIdx.x) % 4;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -314,7 +305,7 @@ struct WarpRows {
       const int key = chunk * kChunkKeys + in_chunk;
       const bool valid = key >= keys.begin && key < keys.end;
       const T* source = cache_row(a, a.v_cache, row + in_chunk, kv_head);
-      v[i] = load_columns(source, 64 * b + 8 * g, valid, a.head_dim);
+      v[i] = load_columns(source, first_column + 64 * b + 8 * g, valid, a.head_dim);
     }
   }
 
@@ -419,7 +410,8 @@ __global__ void __launch_bounds__(kThreads) split_kernel(AttentionArguments a, i
   __shared__ Exchange exchange[kWarps / 2];
   begin_dependent();
   const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
-  const int kv_head = static_cast<int>(blockIdx.y), split = static_cast<int>(blockIdx.z);
+  const int kv_head = static_cast<int>(blockIdx.y) / Rows::kParts, split = static_cast<int>(blockIdx.z);
+  const int column_part = static_cast<int>(blockIdx.y) % Rows::kParts;
   const Tile tile = find_tile(a, static_cast<int>(blockIdx.x), kRows, 1, most_rows);
   if (tile.sequence < 0) return;
   const Keys keys = keys_of_rows(a, tile, tile.first_row, tile.first_row + tile.rows - 1);
@@ -431,7 +423,7 @@ __global__ void __launch_bounds__(kThreads) split_kernel(AttentionArguments a, i
   if (first >= last) return;
 
   Rows rows;
-  rows.load(a, tile, 0, kv_head);
+  rows.load(a, tile, 0, kv_head, column_part);
   rows.attend(a, tile, kv_head, keys, first + warp, kWarps, last);
   rows.finish();
 #pragma unroll
@@ -480,7 +472,7 @@ __global__ void __launch_bounds__(kThreads) split_kernel(AttentionArguments a, i
     to[0] = make_float4(values[0], values[1], values[2], values[3]);
     to[1] = make_float4(values[4], values[5], values[6], values[7]);
   });
-  if (lane % 4 == 0) {
+  if (lane % 4 == 0 && column_part == 0) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       float* softmax = destination + kRows * a.head_dim + 2 * (lane / 4 + 8 * i);
@@ -543,9 +535,10 @@ __global__ void __launch_bounds__(kThreads) merge_kernel(AttentionArguments a, i
 
 template <typename T, int kDim>
 __global__ void __launch_bounds__(kThreads) tile_kernel(AttentionArguments a) {
+  using Rows = WarpRows<T, kDim>;
   begin_dependent();
   const int warp = static_cast<int>(threadIdx.x) / 32;
-  const int kv_head = static_cast<int>(blockIdx.y);
+  const int kv_head = static_cast<int>(blockIdx.y) / Rows::kParts;
   // Backwards: a prompt's last rows see the most keys, and long work is best started first.
   const Tile tile = find_tile(a, static_cast<int>(gridDim.x - 1 - blockIdx.x), kWarps * kRows, kRows + 1,
                               kAnyRows);
@@ -553,8 +546,8 @@ __global__ void __launch_bounds__(kThreads) tile_kernel(AttentionArguments a) {
   if (tile.sequence < 0 || first_row >= tile.rows) return;
   const int last_row = min(first_row + kRows, tile.rows) - 1;
   const Keys keys = keys_of_rows(a, tile, tile.first_row + first_row, tile.first_row + last_row);
-  WarpRows<T, kDim> rows;
-  rows.load(a, tile, first_row, kv_head);
+  Rows rows;
+  rows.load(a, tile, first_row, kv_head, static_cast<int>(blockIdx.y) % Rows::kParts);
   rows.attend(a, tile, kv_head, keys, keys.begin / kChunkKeys, 1, (keys.end + kChunkKeys - 1) / kChunkKeys);
   rows.finish();
   rows.for_results(a.head_dim, [&](int row, int i, int column, const float(&values)[8]) {
@@ -663,17 +656,18 @@ cudaError_t launch_fragments(const AttentionArguments& a, cudaStream_t stream) {
   Launches launches = {};
   if (const cudaError_t error = plan(a, &launches); error != cudaSuccess) return error;
   const auto heads = static_cast<unsigned>(a.num_kv_heads);
+  const unsigned head_parts = heads * WarpRows<T, kDim>::kParts;
   if (launches.tiles && launches.tile_blocks > 0) {
-    const dim3 grid(static_cast<unsigned>(launches.tile_blocks), heads);
+    const dim3 grid(static_cast<unsigned>(launches.tile_blocks), head_parts);
     const cudaError_t error = launch_overlapped(tile_kernel<T, kDim>, grid, dim3(kThreads), 0, stream, a);
     if (error != cudaSuccess) return error;
   }
   if (launches.split_blocks == 0) return cudaSuccess;
-  const dim3 grid(static_cast<unsigned>(launches.split_blocks), heads, static_cast<unsigned>(launches.splits));
+  const dim3 grid(static_cast<unsigned>(launches.split_blocks), head_parts, static_cast<unsigned>(launches.splits));
   const cudaError_t error = launch_overlapped(split_kernel<T, kDim>, grid, dim3(kThreads), 0, stream, a,
                                               launches.splits, launches.most_split_rows);
   if (error != cudaSuccess || launches.splits == 1) return error;
-  return launch_overlapped(merge_kernel<T>, dim3(grid.x, grid.y, kRows), dim3(kThreads), 0, stream, a, launches.splits,
+  return launch_overlapped(merge_kernel<T>, dim3(grid.x, heads, kRows), dim3(kThreads), 0, stream, a, launches.splits,
                            launches.most_split_rows);
 }
 
