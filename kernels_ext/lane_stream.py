@@ -1,4 +1,4 @@
-"""Lane-stream weights on the GPU: packing, the linear op for up to 16 tokens, unpacking.
+"""Lane-stream weights on the GPU: packing, the linear op for up to 64 tokens, unpacking.
 
 The format is specified in formats/LANE_STREAM.md; formats/lane_stream.py is its slow reference. All functions
 need CUDA kernels in the build and a GPU of compute capability 9.0 or newer (packing alone: any).
@@ -25,6 +25,8 @@ from .formats.lane_stream import (
 from .ops import BitmapWeight, bitmap_unpack
 
 DTYPES: Final = (torch.float16, torch.bfloat16)
+# Of one call of the linear op: more than MAX_TOKENS go in several launches.
+MAX_CALL_TOKENS: Final = 4 * MAX_TOKENS
 
 _PLANS_TRIED: Final = 8
 
@@ -117,6 +119,15 @@ class LaneStreamWeight:
             )
         )
         return self
+
+
+def estimated_bytes(N: int, K: int, nnz: int) -> int:
+    """Bytes that a ``[N, K]`` matrix with evenly spread non-zeros is expected to take, before it is packed.
+
+    2 bytes a value, a bit an element, and 5% for padding and descriptors: at sparsity 0.5 the six shapes of
+    benchmarks/results/2026-11-30-linear-h200.json take 3.5 to 6.1% more than the first two.
+    """
+    return int((2 * nnz + N * K / 8) * 1.05)
 
 
 # --- the plan -----------------------------------------------------------------------------------------------
@@ -423,10 +434,11 @@ def lane_stream_linear(
 ) -> Tensor:
     """Multiply activations by a lane-stream weight: ``y = x @ W.T + bias``.
 
-    One kernel launch, safe to capture in a CUDA graph. The same input gives the same bits every time.
+    One kernel launch for every 16 tokens, safe to capture in a CUDA graph. The same input gives the same bits
+    every time.
 
     Args:
-        x: ``[M, K]`` in the weight's dtype, contiguous, 0 <= M <= 16.
+        x: ``[M, K]`` in the weight's dtype, contiguous, 0 <= M <= 64.
         weight: a valid weight.
         workspace: from `lane_stream_workspace`; all zero before its first use, zero again where it matters
             after every launch.
@@ -447,8 +459,10 @@ def lane_stream_linear(
             f"lane_stream_linear: x has shape {tuple(x.shape)}, but the weight has K={weight.K}, "
             f"so x must be [M, {weight.K}]"
         )
-    if x.shape[0] > MAX_TOKENS:
-        raise ValueError(f"lane_stream_linear: x has {x.shape[0]} rows, at most {MAX_TOKENS} are possible")
+    if x.shape[0] > MAX_CALL_TOKENS:
+        raise ValueError(
+            f"lane_stream_linear: x has {x.shape[0]} rows, at most {MAX_CALL_TOKENS} are possible"
+        )
     if x.dtype != weight.dtype or x.device != weight.device or not x.is_contiguous():
         raise ValueError(
             f"lane_stream_linear: x must be contiguous {weight.dtype} on {weight.device}, "

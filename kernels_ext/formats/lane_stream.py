@@ -25,8 +25,11 @@ MIRROR: Final = 1
 EXCHANGE: Final = 2
 DESCRIPTOR_WORDS: Final = 12
 MAX_LOOKAHEAD: Final = 4
+MAX_STRIPS: Final = 65536
+# Of the workspace: one for every strip that a plan may have, wherever the partial sums of a layer begin.
+COUNTER_BYTES: Final = MAX_STRIPS * 4
 MAX_WARPS: Final = 16
-MAX_TOKENS: Final = 16
+MAX_TOKENS: Final = 16  # of one launch of the linear kernel
 MIN_RING_ROWS: Final = GUARD_ROWS
 MAX_RING_ROWS: Final = 4096
 
@@ -62,7 +65,7 @@ class LaneStreamPlan:
 
     def __post_init__(self) -> None:
         for name, least, most in (
-            ("N", 1, 2**31 - 1),
+            ("N", 1, MAX_STRIPS * STRIP_ROWS),
             ("K", 1, 2**31 - 1),
             ("group_tiles", 2, 4),
             ("k_slices", 1, 4096),
@@ -164,9 +167,8 @@ class LaneStreamPlan:
 
     @property
     def workspace_bytes(self) -> int:
-        """Bytes of the linear kernel's workspace for up to 16 tokens."""
-        counters = -(-self.strips * 4 // 256) * 256
-        return counters + self.strips * self.k_slices * self.max_parts_per_slice * 4 * 512
+        """Bytes of the linear kernel's workspace for up to 16 tokens. Layers may share the largest one."""
+        return COUNTER_BYTES + self.strips * self.k_slices * self.max_parts_per_slice * 4 * 512
 
     def strip_parts(self, strip: int) -> tuple[int, int]:
         """The first stream of a slice that holds groups of the strip, and how many do."""

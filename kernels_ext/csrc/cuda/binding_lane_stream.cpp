@@ -3,6 +3,7 @@
 #include "binding.h"
 #include "lane_stream.cuh"
 
+#include <algorithm>
 #include <limits>
 #include <tuple>
 #include <utility>
@@ -15,6 +16,10 @@
 namespace kernels {
 namespace {
 
+// Of one call: more than a launch takes go in several launches. Past this many, decompressing the weight once and
+// multiplying it by cuBLAS costs less.
+constexpr int64_t kMaxCallTokens = 4 * kMaxTokens;
+
 // Every number is checked: a plan sizes shared memory and addresses.
 LaneStreamPlan plan_from(const char* op, const std::vector<int64_t>& numbers) {
   STD_TORCH_CHECK(numbers.size() == 8, op, ": plan must be 8 numbers, got ", numbers.size());
@@ -23,7 +28,7 @@ LaneStreamPlan plan_from(const char* op, const std::vector<int64_t>& numbers) {
     int64_t least, most;
   };
   constexpr int64_t kInt = std::numeric_limits<int32_t>::max();
-  const Range ranges[8] = {{"N", 1, kInt},
+  const Range ranges[8] = {{"N", 1, kMaxStrips * kStripRows},
                            {"K", 1, kInt},
                            {"group_tiles", 2, 4},
                            {"k_slices", 1, 4096},
@@ -137,7 +142,7 @@ Tensor linear_cuda(Tensor x, Tensor data, Tensor descriptors, std::optional<Tens
   check_size(op, "x", x, 1, plan.K, "K of the weight");
   check_contiguous(op, "x", x);
   const int64_t M = x.size(0);
-  STD_TORCH_CHECK(M <= kMaxTokens, op, ": x has ", M, " rows, at most ", kMaxTokens, " are possible");
+  STD_TORCH_CHECK(M <= kMaxCallTokens, op, ": x has ", M, " rows, at most ", kMaxCallTokens, " are possible");
   const ScalarType type = x.scalar_type();
   STD_TORCH_CHECK(type == ScalarType::Half || type == ScalarType::BFloat16, op,
                   ": x must be float16 or bfloat16, got ", toString(type));
@@ -164,11 +169,16 @@ Tensor linear_cuda(Tensor x, Tensor data, Tensor descriptors, std::optional<Tens
   const torch::stable::accelerator::DeviceGuard guard(x.get_device_index());
   const std::vector<int64_t> shape = {M, plan.N};
   Tensor y = torch::stable::new_empty(x, shape);
-  check_launch(op, launch_lane_stream_linear(
-                       plan, type == ScalarType::Half ? LaneStreamType::kHalf : LaneStreamType::kBFloat16,
-                       static_cast<const uint8_t*>(data.const_data_ptr()), descriptor_pointer(descriptors),
-                       x.const_data_ptr(), bias_pointer, y.mutable_data_ptr(), workspace.mutable_data_ptr(), M,
-                       overlap_launch, current_stream(x)));
+  const LaneStreamType kernel_type = type == ScalarType::Half ? LaneStreamType::kHalf : LaneStreamType::kBFloat16;
+  const auto* rows_in = static_cast<const uint16_t*>(x.const_data_ptr());
+  auto* rows_out = static_cast<uint16_t*>(y.mutable_data_ptr());
+  for (int64_t first = 0; first < M; first += kMaxTokens) {
+    check_launch(op, launch_lane_stream_linear(plan, kernel_type, static_cast<const uint8_t*>(data.const_data_ptr()),
+                                               descriptor_pointer(descriptors), rows_in + first * plan.K, bias_pointer,
+                                               rows_out + first * plan.N, workspace.mutable_data_ptr(),
+                                               std::min<int64_t>(M - first, kMaxTokens), overlap_launch,
+                                               current_stream(x)));
+  }
   return y;
 }
 

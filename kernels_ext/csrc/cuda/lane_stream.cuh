@@ -19,6 +19,7 @@ constexpr int kRefillOffset = 64;     // of the refill record in the header
 constexpr uint32_t kRefillMirror = 1;    // flag: the group's own transfer wrote ring rows that the guard repeats
 constexpr uint32_t kRefillExchange = 2;  // flag: from this group on even and odd elements exchange their streams
 constexpr int kMaxLookahead = 4;      // transfers in flight ahead of the one being decoded
+constexpr int64_t kMaxStrips = 65536;  // of a plan, so N is at most 2097152
 constexpr int kMaxWarps = 16;         // warps of a block
 constexpr int kMaxTokens = 16;        // tokens of one lane_stream_linear launch
 constexpr int kMinRingRows = kGuardRows;

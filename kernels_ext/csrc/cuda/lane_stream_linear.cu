@@ -307,14 +307,15 @@ cudaError_t launch_for_tiles(const LinearArguments& arguments, bool overlap_laun
   }
 }
 
-// The counters come first; 256 bytes keep the partial sums aligned.
-int64_t counter_bytes(const LaneStreamPlan& plan) { return (plan.strips() * 4 + 255) / 256 * 256; }
+// The counters come first, with room for the most strips that a plan may have: layers share a workspace, and one
+// layer's partial sums must not lie where another's counters are.
+constexpr int64_t kCounterBytes = kMaxStrips * 4;
 
 }  // namespace
 
 int64_t lane_stream_workspace_bytes(const LaneStreamPlan& plan) {
   const int64_t fragments = 2 * (kMaxTokens / 8);
-  return counter_bytes(plan) +
+  return kCounterBytes +
          plan.strips() * plan.k_slices * plan.max_parts_per_slice() * fragments * 32 * int64_t{sizeof(float4)};
 }
 
@@ -337,7 +338,7 @@ cudaError_t launch_lane_stream_linear(const LaneStreamPlan& plan, LaneStreamType
   arguments.bias = bias;
   arguments.y = y;
   arguments.arrivals = static_cast<int32_t*>(workspace);
-  arguments.partials = reinterpret_cast<float4*>(static_cast<uint8_t*>(workspace) + counter_bytes(plan));
+  arguments.partials = reinterpret_cast<float4*>(static_cast<uint8_t*>(workspace) + kCounterBytes);
   arguments.M = static_cast<int32_t>(M);
   arguments.groups_per_slice = static_cast<int32_t>(plan.groups_per_slice());
   arguments.strip_parts = static_cast<int32_t>(plan.k_slices * plan.max_parts_per_slice());
