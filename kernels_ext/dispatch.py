@@ -4,9 +4,10 @@
 tables/cpu_default.json, written by benchmarks/fit_dispatch.py; run that on your own machine for a table of
 its own. Where a table has nothing near a layer, a rule of thumb decides, and the reason says so.
 
-Backends: for a bitmap-stored weight `bitmap_<isa>`, or `dense`, which decompresses the weight into a scratch
-buffer and calls torch; for a dense-stored weight `dense_<isa>`, this package's small-M kernel, or `dense`,
-torch's own.
+Backends on a CPU: for a bitmap-stored weight `bitmap_<isa>`, or `dense`, which decompresses the weight into a
+scratch buffer and calls torch; for a dense-stored weight `dense_<isa>`, this package's small-M kernel, or
+`dense`, torch's own. On a GPU: for a lane-stream weight `lane_stream`, or `dense`, which decompresses it and
+calls cuBLAS; for any other weight `dense`.
 """
 
 from __future__ import annotations
@@ -25,15 +26,17 @@ from .ops import DTYPES, ISAS, cpu_isa
 
 TABLE_VERSION: Final = 1
 DEFAULT_TABLE: Final = Path(__file__).parent / "tables" / "cpu_default.json"
-FORMATS: Final = ("bitmap", "dense")
+FORMATS: Final = ("bitmap", "dense", "lane_stream")
+MEASURED_FORMATS: Final = ("bitmap", "dense")  # that a table may hold
 
 # The last M of each bucket; the times of a bucket are measured at it. Above the last all are one bucket.
 BUCKET_ENDS: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 _OVER: Final = f"{BUCKET_ENDS[-1] + 1}+"
 
 # Without a measurement: the largest M for which the kernel that reads each weight once is expected to win.
-# Above it the product is bound by multiply-adds, which torch's blocked kernels do faster.
-RULE_OF_THUMB_MAX_M: Final = {"bitmap": 8, "dense": 4}
+# Above it the product is bound by multiply-adds, which torch's blocked kernels do faster. `lane_stream` reads
+# and decodes a weight once for every 16 tokens; against it stands decompressing the weight first.
+RULE_OF_THUMB_MAX_M: Final = {"bitmap": 8, "dense": 4, "lane_stream": 64}
 
 # How far a measured shape may be from a layer's: the factor in N times the factor in K, as a power of two.
 _MAX_SHAPE_DISTANCE: Final = 4.0
@@ -54,7 +57,7 @@ class Measurement:
 
     Attributes:
         isa: the instruction set of the kernel.
-        format: how the weight is stored, one of FORMATS.
+        format: how the weight is stored, one of MEASURED_FORMATS.
         dtype: "float32", "bfloat16" or "float16".
         N, K: shape of the weight.
         sparsity: share of zeros; 0 for a dense-stored weight.
@@ -118,7 +121,7 @@ def choose(
     Args:
         table: measured times.
         device: "cpu" or "cuda".
-        format: how W is stored: "bitmap" or "dense".
+        format: how W is stored: one of FORMATS.
         dtype: of the weight.
         N, K: shape of the weight.
         sparsity: share of zeros, 0 to 1.
@@ -130,10 +133,11 @@ def choose(
     if format not in FORMATS:
         raise ValueError(f"dispatch: format must be one of {', '.join(FORMATS)}, got {format!r}")
     if device == "cuda":
-        how = "decompress and call cuBLAS" if format == "bitmap" else "call cuBLAS"
-        return Choice("dense", f"{how}: dispatch has no measured CUDA kernel for {format}-stored weights")
+        return _choose_cuda(format, M)
     if device != "cpu":
         raise ValueError(f"dispatch: device must be cpu or cuda, got {device!r}")
+    if format == "lane_stream":
+        raise ValueError("dispatch: lane_stream weights are for CUDA devices, got device 'cpu'")
 
     dtype_name = str(dtype).removeprefix("torch.")
     bucket = m_bucket(M)
@@ -153,6 +157,17 @@ def choose(
         at += f" at sparsity {near.sparsity:.2f}"
     figures = f"{kernel} {ours * 1e6:.0f} us, dense {theirs * 1e6:.0f} us for M={bucket}, {at}"
     return Choice(kernel if ours <= theirs else "dense", f"measured: {figures} (table {table.name})")
+
+
+def _choose_cuda(format: str, M: int) -> Choice:
+    if format == "dense":
+        return Choice("dense", "call cuBLAS: the weight is stored dense")
+    if format == "bitmap":
+        return Choice("dense", "decompress and call cuBLAS: no CUDA kernel multiplies by a bitmap")
+    limit = RULE_OF_THUMB_MAX_M[format]
+    if limit >= M:
+        return Choice("lane_stream", f"the lane-stream kernel takes up to {limit} tokens")
+    return Choice("dense", f"decompress and call cuBLAS: above {limit} tokens")
 
 
 def _nearest(
@@ -221,7 +236,7 @@ def _parse_measurement(where: str, entry: Any) -> Measurement:
     buckets = {m_bucket(end) for end in BUCKET_ENDS} | {_OVER}
     for member, allowed in (
         ("isa", ISAS.keys()),
-        ("format", FORMATS),
+        ("format", MEASURED_FORMATS),
         ("dtype", [str(d).removeprefix("torch.") for d in DTYPES]),
         ("bucket", buckets),
     ):

@@ -13,7 +13,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kernels_ext import BitmapWeight, bitmap_pack, build_info, dispatch
+from kernels_ext import (
+    BitmapWeight,
+    LaneStreamWeight,
+    bitmap_pack,
+    build_info,
+    dispatch,
+    lane_stream_pack,
+    lane_stream_unpack,
+    lane_stream_workspace,
+)
+from kernels_ext.lane_stream import DTYPES as LANE_STREAM_DTYPES
+from kernels_ext.lane_stream import estimated_bytes as lane_stream_bytes
 from service.errors import BackendUnavailable
 
 from .interface import LayerReport
@@ -30,6 +41,8 @@ class Format:
     reason: str
 
 
+CompressedWeight = BitmapWeight | LaneStreamWeight
+
 TIED_HEAD = Format("dense", "tied to the input embedding, whose rows are looked up")
 
 
@@ -41,10 +54,11 @@ def bitmap_bytes(N: int, K: int, nnz: int, itemsize: int) -> int:
 def choose_format(
     N: int, K: int, dtype: torch.dtype, nnz: int, *, device: str, weights: str = "auto"
 ) -> Format:
-    """Decide between ``bitmap`` and ``dense`` storage for a ``[N, K]`` weight with ``nnz`` non-zeros.
+    """Decide between compressed and ``dense`` storage for a ``[N, K]`` weight with ``nnz`` non-zeros.
 
-    Bitmap is taken when it is smaller and when dispatch expects it to be no slower than dense at M=1, which
-    is where a decode step spends its time.
+    The compressed format is ``bitmap`` on a CPU and ``lane_stream`` on a GPU. It is taken when it is smaller
+    and when dispatch expects it to be no slower than dense at M=1, which is where a decode step spends its
+    time.
 
     Args:
         N, K, dtype, nnz: the weight.
@@ -53,30 +67,49 @@ def choose_format(
     """
     if weights == "dense":
         return Format("dense", "dense weights were asked for")
+    if device == "cuda" and dtype not in LANE_STREAM_DTYPES:
+        return Format("dense", f"no CUDA kernel multiplies by a compressed {dtype} weight")
+    name = "lane_stream" if device == "cuda" else "bitmap"
     dense = N * K * dtype.itemsize
-    packed = bitmap_bytes(N, K, nnz, dtype.itemsize)
+    packed = stored_bytes(name, N, K, nnz, dtype.itemsize)
     sparsity = 1 - nnz / (N * K) if N * K else 0.0
     if packed >= dense:
-        gain_from = (bitmap_bytes(N, K, 0, dtype.itemsize)) / dense if dense else 1.0
+        gain_from = stored_bytes(name, N, K, 0, dtype.itemsize) / dense if dense else 1.0
         return Format(
             "dense",
-            f"sparsity {sparsity:.3f} is too low: a bitmap would take {packed} bytes against {dense} dense "
+            f"sparsity {sparsity:.3f} is too low: {name} would take {packed} bytes against {dense} dense "
             f"(it is smaller above sparsity {gain_from:.3f})",
         )
-    choice = _choose("bitmap", device, dtype, N, K, sparsity, 1)
+    choice = _choose(name, device, dtype, N, K, sparsity, 1)
     if choice.backend == "dense":
-        return Format("dense", f"a bitmap is slower at M=1: {choice.reason}")
+        return Format("dense", f"{name} is slower at M=1: {choice.reason}")
     return Format(
-        "bitmap", f"sparsity {sparsity:.3f}: {packed} bytes against {dense} dense. At M=1, {choice.reason}"
+        name, f"sparsity {sparsity:.3f}: {packed} bytes against {dense} dense. At M=1, {choice.reason}"
     )
 
 
+def stored_bytes(format: str, N: int, K: int, nnz: int, itemsize: int) -> int:
+    """Bytes that a ``[N, K]`` weight takes in a format; for ``lane_stream``, which pads, an estimate."""
+    if format == "dense":
+        return N * K * itemsize
+    return lane_stream_bytes(N, K, nnz) if format == "lane_stream" else bitmap_bytes(N, K, nnz, itemsize)
+
+
 def describe(
-    name: str, N: int, K: int, dtype: torch.dtype, nnz: int, stored: Format, *, device: str
+    name: str,
+    N: int,
+    K: int,
+    dtype: torch.dtype,
+    nnz: int,
+    stored: Format,
+    *,
+    device: str,
+    measured_bytes: int | None = None,
 ) -> LayerReport:
-    """Report on a layer that is, or would be, stored as ``stored`` says."""
+    """Report on a layer that is, or would be, stored as ``stored`` says (in ``measured_bytes``, if known)."""
     sparsity = 1 - nnz / (N * K) if N * K else 0.0
-    dense = N * K * dtype.itemsize
+    if measured_bytes is None:
+        measured_bytes = stored_bytes(stored.name, N, K, nnz, dtype.itemsize)
     return LayerReport(
         name=name,
         N=N,
@@ -84,8 +117,8 @@ def describe(
         dtype=str(dtype).removeprefix("torch."),
         format=stored.name,
         sparsity=sparsity,
-        dense_bytes=dense,
-        stored_bytes=dense if stored.name == "dense" else bitmap_bytes(N, K, nnz, dtype.itemsize),
+        dense_bytes=N * K * dtype.itemsize,
+        stored_bytes=measured_bytes,
         backends={
             dispatch.m_bucket(M): _choose(stored.name, device, dtype, N, K, sparsity, M).backend
             for M in _REPORTED_M
@@ -105,15 +138,15 @@ class BoundLinear:
 
 
 class SparseLinear(nn.Module):
-    """``y = x @ W.T + bias`` with W stored as a bitmap or dense, never both.
+    """``y = x @ W.T + bias`` with W stored compressed or dense, never both.
 
     The backend is taken from the dispatch table once per bucket of M and kept. Not thread-safe: layers share
-    one scratch buffer for decompressed weights.
+    one scratch buffer for decompressed weights and, on a GPU, one workspace: one stream at a time.
 
     Attributes:
         name: the layer's name in the checkpoint; a fused layer has a name of its own.
         N, K: out and in features.
-        weight: ``[N, K]`` tensor, or the bitmap weight.
+        weight: ``[N, K]`` tensor, or the compressed weight.
         bias: ``[N]`` in the weight's dtype, or None.
         stored: the format and why it was chosen.
         nnz: non-zero elements of W.
@@ -122,7 +155,7 @@ class SparseLinear(nn.Module):
     def __init__(
         self,
         name: str,
-        weight: Tensor | BitmapWeight,
+        weight: Tensor | CompressedWeight,
         bias: Tensor | None,
         stored: Format,
         nnz: int | None = None,
@@ -143,8 +176,10 @@ class SparseLinear(nn.Module):
             self.nnz = int(torch.count_nonzero(weight)) if nnz is None else nnz
         else:
             self.N, self.K = weight.N, weight.K
-            self.device = weight.values.device
+            self.device = weight.values.device if isinstance(weight, BitmapWeight) else weight.device
             self.nnz = weight.nnz
+        if isinstance(weight, LaneStreamWeight):
+            _reserve_workspace(weight)
         self.dtype = weight.dtype
         if bias is not None and (bias.shape != (self.N,) or bias.dtype != self.dtype):
             raise ValueError(
@@ -195,7 +230,16 @@ class SparseLinear(nn.Module):
 
     def report(self) -> LayerReport:
         """Describe the layer as stored, with the backend for every bucket of M."""
-        return describe(self.name, self.N, self.K, self.dtype, self.nnz, self.stored, device=self.device.type)
+        return describe(
+            self.name,
+            self.N,
+            self.K,
+            self.dtype,
+            self.nnz,
+            self.stored,
+            device=self.device.type,
+            measured_bytes=None if isinstance(self.weight, Tensor) else self.weight.stored_bytes,
+        )
 
     def extra_repr(self) -> str:
         """What nn.Module prints between the parentheses."""
@@ -211,14 +255,25 @@ class SparseLinear(nn.Module):
             return lambda x: dense_linear(x, weight, bias)
         if backend == "dense":
             return functools.partial(_decompressed_linear, packed=weight, bias=bias)
+        if isinstance(weight, LaneStreamWeight):
+            lane_stream_linear = torch.ops.kernels_ext.lane_stream_linear.default
+            data, descriptors, numbers, device = (
+                weight.data,
+                weight.descriptors,
+                weight.plan.numbers,
+                weight.device,
+            )
+            return lambda x: lane_stream_linear(x, data, descriptors, bias, _workspaces[device], numbers)
         bitmap_linear = torch.ops.kernels_ext.bitmap_linear.default
         bitmap, values, row_offsets = weight.bitmap, weight.values, weight.row_offsets
         return lambda x: bitmap_linear(x, bitmap, values, row_offsets, bias)
 
 
-def pack(weight: Tensor) -> BitmapWeight:
-    """Pack a dense ``[N, K]`` weight; the caller drops the dense one."""
-    return bitmap_pack(weight)
+def pack(weight: Tensor | BitmapWeight, stored: Format) -> CompressedWeight:
+    """Compress a ``[N, K]`` weight, on the device where it is; the caller drops what it gave."""
+    if stored.name == "lane_stream":
+        return lane_stream_pack(weight)
+    return weight if isinstance(weight, BitmapWeight) else bitmap_pack(weight)
 
 
 def kernel_facts() -> dict[str, str]:
@@ -235,7 +290,7 @@ def kernel_facts() -> dict[str, str]:
 
 
 # What a step of either forward code calls; a device that lacks one of these cannot serve.
-_STEP_OPS = ("bitmap_linear", "dense_linear", "rms_norm", "rope_kv_write", "paged_attention", "silu_mul")
+_STEP_OPS = ("rms_norm", "add_rms_norm", "rope_kv_write", "paged_attention", "silu_mul")
 
 
 def require_device(device: str) -> torch.device:
@@ -292,18 +347,33 @@ def _choose(
 _scratch: dict[tuple[torch.device, torch.dtype], Tensor] = {}
 
 
-def _decompressed_linear(x: Tensor, packed: BitmapWeight, bias: Tensor | None) -> Tensor:
-    key = (packed.values.device, packed.dtype)
+def _decompressed_linear(x: Tensor, packed: CompressedWeight, bias: Tensor | None) -> Tensor:
+    key = (x.device, packed.dtype)
     size = packed.N * packed.K
     buffer = _scratch.get(key)
     if buffer is None or buffer.numel() < size:
         # The old buffer goes first, so that both never exist at once.
         _scratch.pop(key, None)
-        buffer = _scratch[key] = torch.empty(size, dtype=packed.dtype, device=packed.values.device)
+        buffer = _scratch[key] = torch.empty(size, dtype=packed.dtype, device=x.device)
     dense = buffer[:size].view(packed.N, packed.K)
     _unpack_into(dense, packed)
     return F.linear(x, dense, bias)
 
 
-def _unpack_into(out: Tensor, packed: BitmapWeight) -> None:
-    torch.ops.kernels_ext.bitmap_unpack_into.default(out, packed.bitmap, packed.values, packed.row_offsets)
+def _unpack_into(out: Tensor, packed: CompressedWeight) -> None:
+    if isinstance(packed, LaneStreamWeight):
+        lane_stream_unpack(packed, out)
+    else:
+        torch.ops.kernels_ext.bitmap_unpack_into.default(
+            out, packed.bitmap, packed.values, packed.row_offsets
+        )
+
+
+# One workspace per device for the lane-stream kernel, as large as the layer that needs most.
+_workspaces: dict[torch.device, Tensor] = {}
+
+
+def _reserve_workspace(weight: LaneStreamWeight) -> None:
+    workspace = _workspaces.get(weight.device)
+    if workspace is None or workspace.numel() < weight.plan.workspace_bytes:
+        _workspaces[weight.device] = lane_stream_workspace(weight)

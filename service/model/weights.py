@@ -108,8 +108,9 @@ class WeightReader:
             packed = [entry for entry in entries if isinstance(entry, PackedEntry)]
             nnz = sum(entry.nnz for entry in packed)
             stored = choose_format(N, K, dtype, nnz, device=self.device.type, weights=self.weights)
-            if stored.name == "bitmap":
-                layer = SparseLinear(plan.name, self._read_packed(packed, N, K, dtype), bias, stored)
+            if stored.name != "dense":
+                compressed = pack(self._read_packed(packed, N, K, dtype), stored)
+                layer = SparseLinear(plan.name, compressed, bias, stored)
         if layer is None and self.weights == "dense":
             dense = torch.empty((N, K), dtype=dtype)
             self._read_dense(plan, entries, dense)
@@ -132,9 +133,9 @@ class WeightReader:
         N, K = dense.shape
         nnz = int(torch.count_nonzero(dense))
         stored = choose_format(N, K, dense.dtype, nnz, device=self.device.type, weights=self.weights)
-        if stored.name == "bitmap":
+        if stored.name != "dense":
             drop_negative_zeros(dense)
-            return SparseLinear(name, pack(dense), bias, stored)
+            return SparseLinear(name, pack(dense.to(self.device), stored), bias, stored)
         return SparseLinear(name, dense.to(self.device, copy=shared), bias, stored, nnz)
 
     def inspect(self, plan: LinearPlan) -> LayerReport:

@@ -195,16 +195,19 @@ class PagedRun:
             starts.append(len(ids))
         width = max(len(self.tables[name]) for name in chunks)
         tables = [self.tables[name] + [0] * (width - len(self.tables[name])) for name in chunks]
+        device = self.model.spec.device
         batch = ForwardBatch(
-            token_ids=torch.tensor(ids),
-            positions=torch.tensor(positions),
-            slot_mapping=torch.tensor(slots),
-            query_start=torch.tensor(starts, dtype=torch.int32),
-            context_lens=torch.tensor([self.lengths[name] for name in chunks], dtype=torch.int32),
-            block_tables=torch.tensor(tables, dtype=torch.int32),
-            logits_indices=torch.tensor([index for rows in wanted.values() for index in rows]),
+            token_ids=torch.tensor(ids, device=device),
+            positions=torch.tensor(positions, device=device),
+            slot_mapping=torch.tensor(slots, device=device),
+            query_start=torch.tensor(starts, dtype=torch.int32, device=device),
+            context_lens=torch.tensor(
+                [self.lengths[name] for name in chunks], dtype=torch.int32, device=device
+            ),
+            block_tables=torch.tensor(tables, dtype=torch.int32, device=device),
+            logits_indices=torch.tensor([i for rows in wanted.values() for i in rows], device=device),
         )
-        logits = self.model.forward(batch, self.cache)
+        logits = self.model.forward(batch, self.cache).cpu()
         sizes = [len(rows) for rows in wanted.values()]
         return dict(zip(wanted, logits.split(sizes), strict=True))
 

@@ -126,10 +126,25 @@ def test_the_rule_of_thumb_ends_with_a_bucket(format: str) -> None:
     assert ask(empty, format=format, M=100_000).backend == "dense"
 
 
-def test_a_gpu_has_no_measured_kernel_and_says_so() -> None:
+def test_a_gpu_multiplies_lane_streams_up_to_their_kernels_limit() -> None:
+    limit = dispatch.RULE_OF_THUMB_MAX_M["lane_stream"]
+
+    assert ask(table(), device="cuda", format="lane_stream", M=limit).backend == "lane_stream"
+    above = ask(table(), device="cuda", format="lane_stream", M=limit + 1)
+    assert above.backend == "dense"
+    assert "decompress and call cuBLAS" in above.reason
+
+
+def test_a_gpu_has_no_kernel_for_bitmaps_and_says_so() -> None:
     choice = ask(table(entry()), device="cuda")
     assert choice.backend == "dense"
-    assert "no measured CUDA kernel for bitmap-stored weights" in choice.reason
+    assert "no CUDA kernel multiplies by a bitmap" in choice.reason
+    assert ask(table(), device="cuda", format="dense").backend == "dense"
+
+
+def test_lane_streams_are_for_gpus() -> None:
+    with pytest.raises(ValueError, match="lane_stream weights are for CUDA devices"):
+        ask(table(), format="lane_stream")
 
 
 def test_a_layer_without_elements_is_dispatched() -> None:
@@ -137,7 +152,7 @@ def test_a_layer_without_elements_is_dispatched() -> None:
 
 
 def test_unknown_formats_and_devices_are_refused() -> None:
-    with pytest.raises(ValueError, match="format must be one of bitmap, dense, got 'csr'"):
+    with pytest.raises(ValueError, match="format must be one of bitmap, dense, lane_stream, got 'csr'"):
         ask(table(), format="csr")
     with pytest.raises(ValueError, match="device must be cpu or cuda, got 'tpu'"):
         ask(table(), device="tpu")
@@ -183,7 +198,7 @@ def test_the_shipped_table_covers_decoding(isa: str) -> None:
     shipped = dispatch.load_table(dispatch.DEFAULT_TABLE, isa=isa)
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         for N, K in ((960, 576), (576, 1536), (4096, 14336), (49152, 576)):
-            for format in dispatch.FORMATS:
+            for format in dispatch.MEASURED_FORMATS:
                 choice = ask(shipped, dtype=dtype, N=N, K=K, format=format)
                 assert choice.reason.startswith("measured"), (dtype, N, K, format, choice)
 
