@@ -106,7 +106,8 @@ def serve(
         int | None, _flag("Sequences that run at once. Default 64.", _ENGINE)
     ] = None,
     max_step_tokens: Annotated[
-        int | None, _flag("Tokens of one step; longer prompts go in chunks. Default 256.", _ENGINE)
+        int | None,
+        _flag("Tokens of one step; longer prompts go in chunks. Default 256, 2048 on a GPU.", _ENGINE),
     ] = None,
     max_queue: Annotated[
         int | None, _flag("Sequences that may wait; more get a 429. Default 256.", _ENGINE)
@@ -116,6 +117,18 @@ def serve(
     ] = None,
     kv_cache_bytes: Annotated[
         int | None, _flag("Size of the KV cache. Default: from free memory.", _ENGINE)
+    ] = None,
+    gpu_memory_utilization: Annotated[
+        float | None, _flag("Share of the GPU's memory to take in all. Default 0.9.", _ENGINE)
+    ] = None,
+    cuda_graphs: Annotated[
+        bool | None,
+        typer.Option(
+            "--cuda-graphs/--no-cuda-graphs",
+            help="Capture decode steps on a GPU at start and replay them. Default: on.",
+            rich_help_panel=_ENGINE,
+            show_default=False,
+        ),
     ] = None,
     enable_prefix_caching: Annotated[
         bool | None,

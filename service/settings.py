@@ -31,6 +31,10 @@ CONFIG_VARIABLE = "LACUNAR_CONFIG"
 
 _FILE_VALUES = "_file_values"
 
+# A CPU computes a step of 256 tokens in about the time that others may wait for it (see EngineConfig); a GPU
+# needs some thousand tokens to be busy.
+_DEFAULT_STEP_TOKENS = {"cpu": 256, "cuda": 2048}
+
 PositiveInt = Annotated[int, Field(ge=1)]
 PositiveSeconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
@@ -88,16 +92,20 @@ class Settings(BaseSettings):
         None, description="Longest sequence (prompt and output) in tokens; default: the model's own limit."
     )
     max_num_sequences: PositiveInt = Field(64, description="Sequences that run at once.")
-    max_step_tokens: PositiveInt = Field(
-        256,
+    max_step_tokens: PositiveInt | None = Field(
+        None,
         description="Tokens of one engine step; longer prompts are computed in chunks, and sequences that "
-        "decode wait for each.",
+        "decode wait for each. Default: 256 on a CPU, 2048 on a GPU.",
     )
     max_queue: int = Field(256, ge=0, description="Sequences that may wait; more are answered with 429.")
     kv_block_size: PositiveInt = Field(16, description="Tokens in one block of the KV cache.")
     kv_cache_bytes: PositiveInt | None = Field(
         None, description="Size of the KV cache; default: from the memory that is free after loading."
     )
+    gpu_memory_utilization: float = Field(
+        0.9, gt=0, le=1, description="Share of the GPU's memory that model, KV cache and all else may take."
+    )
+    cuda_graphs: bool = Field(True, description="Capture decode steps on a GPU at start and replay them.")
     enable_prefix_caching: bool = Field(
         True, description="Reuse the KV blocks of a prompt's beginning that was seen before."
     )
@@ -155,10 +163,13 @@ class Settings(BaseSettings):
             implementation=self.implementation,
             max_model_len=self.max_model_len,
             max_num_sequences=self.max_num_sequences,
-            max_step_tokens=self.max_step_tokens,
+            max_step_tokens=self.max_step_tokens
+            or _DEFAULT_STEP_TOKENS["cuda" if self.device.startswith("cuda") else "cpu"],
             max_queue=self.max_queue,
             kv_block_size=self.kv_block_size,
             kv_cache_bytes=self.kv_cache_bytes,
+            gpu_memory_utilization=self.gpu_memory_utilization,
+            cuda_graphs=self.cuda_graphs,
             enable_prefix_caching=self.enable_prefix_caching,
             seed=self.seed,
             threads=self.threads,

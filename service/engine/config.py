@@ -25,8 +25,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         max_queue: sequences that may wait beside the running ones before QueueFull.
         kv_block_size: tokens in one block of the KV cache.
         kv_cache_bytes: size of the KV cache. None: on a CPU what `max_num_sequences` sequences of
-            `max_model_len` need, at most a quarter of the memory available after loading; on a GPU nine
-            tenths of the memory free after loading and a warm-up step.
+            `max_model_len` need, at most a quarter of the memory available after loading; on a GPU what
+            `gpu_memory_utilization` leaves after loading and a warm-up step.
+        gpu_memory_utilization: share of the GPU's memory that model, KV cache and everything else on it may
+            take together. What is left absorbs captured steps and the allocator's fragmentation.
+        cuda_graphs: capture decode steps at start and replay them. Costs seconds and some memory at start,
+            and makes each step as fast as its kernels. Without an effect on a CPU.
         enable_prefix_caching: reuse the blocks of a prompt's beginning that an earlier sequence computed.
         seed: of the engine's own generator, for requests without a seed; None takes it from the system.
         threads: CPU threads for one operation; None takes the physical cores this process may use.
@@ -51,6 +55,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_queue: int = 256
     kv_block_size: int = 16
     kv_cache_bytes: int | None = None
+    gpu_memory_utilization: float = 0.9
+    cuda_graphs: bool = True
     enable_prefix_caching: bool = True
     seed: int | None = None
     threads: int | None = None
@@ -70,6 +76,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             value = getattr(self, name)
             if value is not None and value < minimum:
                 raise SettingsError(f"{name} is {value}, but must be at least {minimum}", param=name)
+        if not 0.0 < self.gpu_memory_utilization <= 1.0:
+            raise SettingsError(
+                f"gpu_memory_utilization is {self.gpu_memory_utilization}, but must be above 0 and at most 1",
+                param="gpu_memory_utilization",
+            )
         if self.max_step_tokens < self.max_num_sequences:
             raise SettingsError(
                 f"max_step_tokens is {self.max_step_tokens}, but every one of the max_num_sequences="

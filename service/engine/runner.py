@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,13 +14,13 @@ from service.errors import SettingsError
 from service.model.interface import CausalModel, ForwardBatch
 
 from .config import EngineConfig
+from .decode_graphs import DecodeGraphs
 from .resources import available_memory_bytes
 from .scheduler import Chunk, StepPlan
 
-# Shares of the free memory that the KV cache may take when the configuration names no size. On a CPU the rest
-# of the machine is not ours; on a GPU the tenth that is left absorbs the allocator's fragmentation.
+# Share of the available memory that the KV cache may take on a CPU when the configuration names no size: the
+# rest of the machine is not ours.
 _CPU_SHARE = 0.25
-_GPU_SHARE = 0.9
 
 
 @dataclass(slots=True)
@@ -44,12 +45,15 @@ class ModelRunner:
     Args:
         model: the loaded model.
         config: the engine's configuration.
+        progress: told the share of the warm-up that is done (0..1).
 
     Raises:
         SettingsError: the KV cache would not hold a single block.
     """
 
-    def __init__(self, model: CausalModel, config: EngineConfig) -> None:
+    def __init__(
+        self, model: CausalModel, config: EngineConfig, progress: Callable[[float], None] = lambda _: None
+    ) -> None:
         self.model = model
         self.block_size = config.kv_block_size
         self.device = model.spec.device
@@ -72,10 +76,24 @@ class ModelRunner:
 
         self._warm_up(min(max_tokens, model.spec.max_model_len) if pinned else 1)
         self.num_blocks = self._count_blocks(config, max_blocks)
-        self.kv_cache = model.allocate_kv_cache(self.num_blocks, self.block_size)
+        graphs = config.cuda_graphs and self.device.type == "cuda"
+        # One block more than anybody may use, for the rows that pad a captured step.
+        self.kv_cache = model.allocate_kv_cache(self.num_blocks + (1 if graphs else 0), self.block_size)
+        self._graphs: DecodeGraphs | None = None
+        if graphs:
+            self._graphs = DecodeGraphs(
+                model,
+                self.kv_cache,
+                max_sequences=max_sequences,
+                max_blocks=max_blocks,
+                scratch_block=self.num_blocks,
+                progress=progress,
+            )
 
     def run(self, plan: StepPlan) -> StepLogits:
         """Compute a plan's chunks and write their keys and values into their blocks."""
+        if self._graphs is not None and plan.phase == "decode" and all(c.decodes for c in plan.chunks):
+            return StepLogits(self._graphs.run(plan.chunks), list(range(len(plan.chunks))), [])
         batch, sample_rows, prompt_rows = self._build(plan.chunks)
         return StepLogits(self.model.forward(batch, self.kv_cache), sample_rows, prompt_rows)
 
@@ -98,7 +116,8 @@ class ModelRunner:
             size = config.kv_cache_bytes
         elif self.device.type == "cuda":
             torch.cuda.empty_cache()
-            size = int(torch.cuda.mem_get_info(self.device)[0] * _GPU_SHARE)
+            free, total = torch.cuda.mem_get_info(self.device)
+            size = free - int(total * (1 - config.gpu_memory_utilization))
         else:
             wanted = config.max_num_sequences * max_blocks * block_bytes
             size = min(wanted, int(available_memory_bytes() * _CPU_SHARE))

@@ -85,7 +85,7 @@ class Worker:
         progress = _Progress(self._send)
         self.model = load_model(config, progress)
         progress("warm up", 0.0)
-        self.runner = ModelRunner(self.model, config)
+        self.runner = ModelRunner(self.model, config, lambda share: progress("warm up", share))
         spec = self.model.spec
         self.scheduler = Scheduler(
             num_blocks=self.runner.num_blocks,

@@ -109,7 +109,8 @@ def test_every_engine_setting_reaches_the_engine():
     values = {
         "device": "cuda:1", "dtype": "float16", "weights": "dense", "implementation": "native",
         "max_model_len": 100, "max_num_sequences": 3, "max_step_tokens": 77, "max_queue": 5,
-        "kv_block_size": 32, "kv_cache_bytes": 12345, "enable_prefix_caching": False, "seed": 9, "threads": 2,
+        "kv_block_size": 32, "kv_cache_bytes": 12345, "gpu_memory_utilization": 0.5, "cuda_graphs": False,
+        "enable_prefix_caching": False, "seed": 9, "threads": 2,
     }  # fmt: skip
     config = load_settings({"model": "/m", **values}).engine_config()
 
@@ -119,6 +120,10 @@ def test_every_engine_setting_reaches_the_engine():
 
 def test_the_engines_defaults_are_the_settings_defaults():
     assert load_settings({"model": "/m"}).engine_config() == EngineConfig(model="/m")
+
+
+def test_a_gpus_steps_take_more_tokens():
+    assert load_settings({"model": "/m", "device": "cuda"}).engine_config().max_step_tokens == 2048
 
 
 def test_values_that_do_not_fit_together_are_refused():

@@ -1,0 +1,167 @@
+"""CUDA graphs of decode steps: one captured step for each of a few batch sizes, replayed with other contents.
+
+A decode step of a large model is some two hundred launches of a few microseconds each. Launched one by one
+from Python they cost more than they compute; a graph replays them in one call and lets each overlap the next.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from service.model.interface import CausalModel, ForwardBatch, KvCache
+
+from .scheduler import Chunk
+
+_log = logging.getLogger("lacunar.engine")
+
+# Rows are padded up to the next of these: few enough to capture at start, close enough to waste little.
+_BATCH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
+
+_INT64_ROWS = 3  # token ids, positions, slots
+
+
+class DecodeGraphs:
+    """Captured decode steps for up to `max_sequences` sequences.
+
+    Rows that pad a step belong to no sequence: they compute one token in the scratch block, which no sequence
+    owns, and nobody reads their logits.
+
+    Args:
+        model: on a CUDA device.
+        kv_cache: the cache that the steps read and write.
+        max_sequences: the largest batch.
+        max_blocks: blocks of the longest sequence.
+        scratch_block: a block of the cache that no sequence will ever own.
+        progress: told the share of graphs that are captured (0..1).
+    """
+
+    def __init__(
+        self,
+        model: CausalModel,
+        kv_cache: KvCache,
+        *,
+        max_sequences: int,
+        max_blocks: int,
+        scratch_block: int,
+        progress: Callable[[float], None],
+    ) -> None:
+        started, device = time.monotonic(), model.spec.device
+        free_before = torch.cuda.mem_get_info(device)[0]
+        sizes = [size for size in _BATCH_SIZES if size < max_sequences] + [max_sequences]
+        self._steps: dict[int, _CapturedStep] = {}
+        pool = None
+        # The largest first: the smaller ones then find all their memory in its pool.
+        for done, size in enumerate(reversed(sizes), start=1):
+            step = _CapturedStep(model, kv_cache, size, max_blocks, scratch_block, pool)
+            pool = step.pool
+            self._steps[size] = step
+            progress(done / len(sizes))
+        self._by_batch = [
+            min(size for size in sizes if size >= max(batch, 1)) for batch in range(max_sequences + 1)
+        ]
+        used = free_before - torch.cuda.mem_get_info(device)[0]
+        _log.info(
+            "captured decode steps for %s sequences in %.1f s, %d MiB",
+            ", ".join(map(str, sizes)),
+            time.monotonic() - started,
+            used >> 20,
+        )
+
+    def run(self, chunks: list[Chunk]) -> Tensor:
+        """Run a step of chunks that all decode.
+
+        Returns:
+            Their logits ``[len(chunks), vocab_size]`` float32, valid until the next step.
+        """
+        return self._steps[self._by_batch[len(chunks)]].run(chunks)
+
+
+class _CapturedStep:
+    """One graph, and the inputs that it reads: a single buffer on the host, copied in one go."""
+
+    def __init__(
+        self,
+        model: CausalModel,
+        kv_cache: KvCache,
+        size: int,
+        max_blocks: int,
+        scratch_block: int,
+        pool: Any,
+    ) -> None:
+        device = model.spec.device
+        self._block_size = kv_cache.block_size
+        self._scratch_block = scratch_block
+        int32_rows = 1 + max_blocks  # context lengths, block tables
+        total = size * (_INT64_ROWS * 8 + int32_rows * 4)
+        self._host = torch.zeros(total, dtype=torch.uint8, pin_memory=True)
+        self._device = torch.zeros(total, dtype=torch.uint8, device=device)
+        self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        wide, narrow = _split(self._host, size)
+        self._token_ids, self._positions, self._slots = (rows.numpy() for rows in wide)
+        self._context_lens = narrow[:size].numpy()
+        self._block_tables = narrow[size:].view(size, max_blocks).numpy()
+        self._size = size
+        self._pad(0)
+
+        wide, narrow = _split(self._device, size)
+        # Kept for as long as the graph: it holds addresses, not tensors.
+        self._batch = batch = ForwardBatch(
+            token_ids=wide[0],
+            positions=wide[1],
+            slot_mapping=wide[2],
+            query_start=torch.arange(size + 1, dtype=torch.int32, device=device),
+            context_lens=narrow[:size],
+            block_tables=narrow[size:].view(size, max_blocks),
+            logits_indices=torch.arange(size, device=device),
+        )
+        self._device.copy_(self._host)
+        # Once before capturing: libraries allocate what they need on their first call.
+        side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        side.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(side):
+            model.forward(batch, kv_cache)
+        torch.cuda.current_stream(device).wait_stream(side)
+        torch.cuda.synchronize(device)
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph, pool=pool):
+            self._logits = model.forward(batch, kv_cache)
+        self.pool: Any = self._graph.pool()
+
+    def run(self, chunks: list[Chunk]) -> Tensor:
+        self._copied.synchronize()
+        size = self._block_size
+        for row, chunk in enumerate(chunks):
+            sequence, start = chunk.sequence, chunk.start
+            self._token_ids[row] = sequence.tokens[start]
+            self._positions[row] = start
+            self._slots[row] = int(sequence.blocks[start // size]) * size + start % size
+            self._context_lens[row] = start + 1
+            self._block_tables[row, : sequence.num_blocks] = sequence.blocks[: sequence.num_blocks]
+        self._pad(len(chunks))
+        self._device.copy_(self._host, non_blocking=True)
+        self._copied.record()
+        self._graph.replay()
+        return self._logits[: len(chunks)]
+
+    def _pad(self, first: int) -> None:
+        """Point the rows from `first` on to the scratch block."""
+        self._token_ids[first:] = 0
+        self._positions[first:] = 0
+        self._slots[first:] = (
+            self._scratch_block * self._block_size + np.arange(self._size - first) % self._block_size
+        )
+        self._context_lens[first:] = 1
+        self._block_tables[first:, 0] = self._scratch_block
+
+
+def _split(buffer: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """The int64 rows ``[3, size]`` at the front of a byte buffer, and the int32 numbers behind them."""
+    front = _INT64_ROWS * size * 8
+    return buffer[:front].view(torch.int64).view(_INT64_ROWS, size), buffer[front:].view(torch.int32)
