@@ -161,7 +161,7 @@ def bench_case(
             "cublas_dense": (lambda i, x=x: x[i] @ dense[i].T, dense_copies, N * K * 2),
             "cublas_pruned": (lambda i, x=x: x[i] @ pruned[i].T, dense_copies, N * K * 2),
         }
-        if M <= lane_stream.MAX_TOKENS:
+        if M <= lane_stream.MAX_CALL_TOKENS:
             for name, overlap in (("lane_stream", True), ("lane_stream_no_overlap", False)):
                 backends[name] = (
                     lambda i, x=x, overlap=overlap: lane_stream.lane_stream_linear(
@@ -170,6 +170,12 @@ def bench_case(
                     len(sparse),
                     packed.stored_bytes,
                 )
+        scratch = torch.empty(N, K, device="cuda", dtype=dtype)
+        backends["unpack_cublas"] = (
+            lambda i, x=x, scratch=scratch: x[i] @ lane_stream.lane_stream_unpack(sparse[i], scratch).T,
+            len(sparse),
+            packed.stored_bytes,
+        )
         graphs = {name: GraphedLaunches(launch, copies) for name, (launch, copies, _) in backends.items()}
         rounds: dict[str, list[Round]] = {name: [] for name in graphs}
         for i in range(args.rounds):
@@ -238,7 +244,7 @@ def geometric_means(results: list[Result]) -> list[str]:
     lines = []
     for sparsity in dict.fromkeys(r.sparsity for r in results):
         for M in dict.fromkeys(r.M for r in results):
-            for backend in ("lane_stream", "lane_stream_no_overlap"):
+            for backend in dict.fromkeys(r.backend for r in results if not r.backend.startswith("cublas")):
                 of = [r for r in results if (r.sparsity, r.M, r.backend) == (sparsity, M, backend)]
                 if of:
                     dense = statistics.geometric_mean(r.speedup_over_cublas_dense for r in of)
