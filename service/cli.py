@@ -215,19 +215,37 @@ def prune(
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Directory to write; must not exist.")],
     method: Annotated[
         str,
-        typer.Option(help="wanda (weights times input norms; needs a text) or magnitude (weights alone)."),
+        typer.Option(
+            help="wanda (weights times input norms), sparsegpt (also adapts the weights that stay: slower, "
+            "better) or magnitude (weights alone, needs no text)."
+        ),
     ] = "wanda",
-    sparsity: Annotated[float, typer.Option(help="Share of zeros in every pruned row, 0 to 1.")] = 0.5,
+    sparsity: Annotated[
+        float | None, typer.Option(help="Share of zeros, 0 to 1. Default 0.5.", show_default=False)
+    ] = None,
+    pattern: Annotated[
+        str | None,
+        typer.Option(help="In place of a sparsity: 2:4, at most 2 non-zeros in 4.", show_default=False),
+    ] = None,
     skip: Annotated[
         str | None,
         typer.Option(help="Leave linears whose name this regular expression matches.", show_default=False),
     ] = None,
+    per_layer: Annotated[
+        str | None,
+        typer.Option(help="owl: layers with many outliers keep more, at the same mean.", show_default=False),
+    ] = None,
     output: Annotated[
         str, typer.Option(help="packed (bitmap and non-zeros) or dense (ordinary safetensors with zeros).")
     ] = "packed",
-    calibration_text: Annotated[
+    calibration: Annotated[
         Path | None,
-        typer.Option(help="UTF-8 text for wanda. Default: the one that is shipped.", show_default=False),
+        typer.Option(
+            "--calibration",
+            "--calibration-text",
+            help="UTF-8 text for wanda and sparsegpt. Default: the one that is shipped.",
+            show_default=False,
+        ),
     ] = None,
     calibration_sequences: Annotated[int, typer.Option(help="Windows of the text to look at.")] = 24,
     calibration_tokens: Annotated[int, typer.Option(help="Tokens in each window.")] = 512,
@@ -239,25 +257,40 @@ def prune(
             help="Also measure perplexity on held-out text: the dense model, magnitude and the result.",
         ),
     ] = False,
+    plot: Annotated[
+        Path | None,
+        typer.Option(help="Also draw the report (.png, .svg; needs matplotlib).", show_default=False),
+    ] = None,
 ) -> None:
     """Set the least important weights of a model to zero and store only the others.
 
     Every linear of the decoder layers is pruned, embeddings and output head are left alone. At 50 % the
     packed layers take about 0.56 of their dense size in bfloat16: half the values, and one bit for each.
+
+    One decoder layer is in memory at a time. After an interruption the same command goes on where it was.
     """
+    if sparsity is not None and pattern is not None:
+        _fail("--sparsity and --pattern exclude each other", EXIT_USAGE)
+    if plot is not None:
+        from importlib.util import find_spec
+
+        if find_spec("matplotlib") is None:
+            _fail("--plot needs matplotlib: pip install 'lacunar[plot]'", EXIT_USAGE)
     from service.pruning.calibration import CalibrationOptions
     from service.pruning.progress import shown_progress
     from service.pruning.prune import PruneOptions
     from service.pruning.prune import prune as run
-    from service.pruning.report import PerplexityOptions, quality_report
+    from service.pruning.report import PerplexityOptions, quality_report, write_plot
 
-    chosen = {} if calibration_text is None else {"text": calibration_text}
+    chosen = {} if calibration is None else {"text": calibration}
     quality = None
     try:
         options = PruneOptions(
             method=method,  # type: ignore[arg-type]  # PruneOptions refuses unknown names itself
-            sparsity=sparsity,
+            sparsity=0.5 if sparsity is None else sparsity,
+            pattern=pattern,
             skip=skip,
+            per_layer=per_layer,  # type: ignore[arg-type]
             output=output,  # type: ignore[arg-type]
             calibration=CalibrationOptions(
                 sequences=calibration_sequences, sequence_tokens=calibration_tokens, **chosen
@@ -268,6 +301,8 @@ def prune(
             done = run(model, out, options, progress)
             if report:
                 quality = quality_report(model, out, done, PerplexityOptions(device=device), progress)
+            if plot is not None:
+                write_plot(plot, done, quality)
     except (ValueError, FileExistsError) as error:
         _fail(str(error), EXIT_USAGE)
     typer.echo(
@@ -276,6 +311,84 @@ def prune(
     )
     if quality is not None:
         typer.echo(quality.table())
+
+
+OutArgument = Annotated[Path, typer.Argument(metavar="OUT", help="Directory to write; must not exist.")]
+
+
+@app.command(epilog="Example: `lacunar pack ./sparse-llama ./packed`")
+def pack(
+    model: ModelArgument,
+    out: OutArgument,
+    keep_negative_zeros: Annotated[
+        bool,
+        typer.Option("--keep-negative-zeros", help="Store -0.0 as a value: unpack gives every bit back."),
+    ] = False,
+) -> None:
+    """Store a pruned model's zeros as bits: the same values in less space, with a checksum of each tensor.
+
+    MODEL may be in any form that is served: safetensors with zeros, compressed-tensors' sparse-bitmask or
+    sparse-24-bitmask, or weights with masks. What would not get smaller stays dense.
+    """
+    from service.pruning.pack import pack as run
+    from service.pruning.progress import shown_progress
+
+    try:
+        with shown_progress() as progress:
+            done = run(model, out, progress, keep_negative_zeros=keep_negative_zeros)
+    except (ValueError, FileExistsError) as error:
+        _fail(str(error), EXIT_USAGE)
+    typer.echo(
+        f"{out}: {len(done.modules)} matrices packed, {_megabytes(done.stored_bytes)} for "
+        f"{_megabytes(done.dense_bytes)} dense ({done.stored_bytes / done.dense_bytes:.2f}x)"
+        + (f"; {done.negative_zeros} negative zeros became zeros" if done.negative_zeros else "")
+    )
+
+
+@app.command(epilog="Example: `lacunar unpack ./packed ./plain`")
+def unpack(model: ModelArgument, out: OutArgument) -> None:
+    """Write a packed model as ordinary safetensors with zeros, which every tool reads."""
+    from service.pruning.pack import unpack as run
+    from service.pruning.progress import shown_progress
+
+    try:
+        with shown_progress() as progress:
+            done = run(model, out, progress)
+    except (ValueError, FileExistsError) as error:
+        _fail(str(error), EXIT_USAGE)
+    typer.echo(
+        f"{out}: {len(done.modules)} matrices unpacked, {_megabytes(done.dense_bytes)} from "
+        f"{_megabytes(done.stored_bytes)}"
+    )
+
+
+@app.command(epilog="Example: `lacunar verify ./packed --against ./plain`")
+def verify(
+    model: ModelArgument,
+    against: Annotated[
+        Path | None,
+        typer.Option(help="A model that must hold the same values.", show_default=False),
+    ] = None,
+) -> None:
+    """Read every tensor of a model: structure, checksums and, on request, the values of another model."""
+    from service.pruning.pack import verify as run
+    from service.pruning.progress import shown_progress
+
+    with shown_progress() as progress:
+        done = run(model, progress, against=against)
+    typer.echo(
+        f"{model}: {done.tensors} tensors are sound; {done.with_digest} stored tensors have a checksum"
+        + ("" if done.with_digest else ", so damaged values would not show (lacunar pack writes checksums)")
+    )
+    if against is not None:
+        typer.echo(
+            f"{done.compared_elements} elements equal {against}"
+            + (
+                f", {done.only_sign_of_zero} of them zeros of the other sign"
+                if done.only_sign_of_zero
+                else ""
+            )
+        )
 
 
 @app.command(epilog="Example: `lacunar inspect ./pruned --json | jq '.layers[0]'`")

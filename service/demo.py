@@ -24,6 +24,7 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, Any
 
+from service.data import CALIBRATION_TEXT
 from service.errors import LacunarError
 from service.pruning.progress import Progress, shown_progress
 
@@ -124,9 +125,13 @@ def _is_current(pruned: Path) -> bool:
     report = pruned / "pruning.json"
     if not report.exists():
         return False
-    options = json.loads(report.read_text(encoding="utf-8"))["options"]
+    made = json.loads(report.read_text(encoding="utf-8"))
+    options = made["options"]
     return bool(
-        options["method"] == "wanda" and options["sparsity"] == SPARSITY and options["output"] == "packed"
+        options["method"] == "wanda"
+        and options["sparsity"] == SPARSITY
+        and options["output"] == "packed"
+        and made["calibration"]["text_sha256"] == hashlib.sha256(CALIBRATION_TEXT.read_bytes()).hexdigest()
     )
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -15,10 +15,12 @@ from torch import Tensor, nn
 from service.data import CALIBRATION_TEXT
 from service.errors import CheckpointError
 
+from .sparsegpt import InverseFactor, inverse_factor
+
 
 @dataclass(frozen=True, kw_only=True)
 class CalibrationOptions:
-    """What Wanda looks at.
+    """What Wanda and SparseGPT look at.
 
     Attributes:
         text: a UTF-8 file; the shipped excerpt when not given.
@@ -112,17 +114,67 @@ class FeatureNorms:
         return self._squares.sqrt()
 
 
+class GramMatrix:
+    """Accumulates ``x.T @ x`` of a linear layer's input, ``[K, K]`` float32; for SparseGPT."""
+
+    def __init__(self) -> None:
+        self._gram: Tensor | None = None
+        self._factor: InverseFactor | None = None
+
+    def update(self, x: Tensor) -> None:
+        """Add the tokens of ``x``, ``[..., K]``."""
+        rows = x.detach().float().reshape(-1, x.shape[-1])
+        if self._gram is None:
+            self._gram = rows.new_zeros(rows.shape[1], rows.shape[1])
+        self._gram.addmm_(rows.T, rows)
+
+    @property
+    def factor(self) -> InverseFactor:
+        """What SparseGPT needs, computed at the first call, after which no token can be added.
+
+        Raises:
+            ValueError: no token was seen, or the matrix cannot be factored.
+        """
+        if self._factor is None:
+            if self._gram is None:
+                raise ValueError("no calibration token reached this layer")
+            # A copy: a tensor that was made in inference mode cannot be changed outside of it.
+            gram, self._gram = self._gram.clone(), None
+            self._factor = inverse_factor(gram)
+        return self._factor
+
+
+Statistics = TypeVar("Statistics", FeatureNorms, GramMatrix)
+
+
 @contextmanager
-def recorded_norms(linears: Mapping[str, nn.Linear]) -> Iterator[dict[str, FeatureNorms]]:
-    """Collect the input norms of these modules for as long as the block runs."""
-    norms = {name: FeatureNorms() for name in linears}
+def recorded(
+    linears: Mapping[str, nn.Module], make: Callable[[], Statistics]
+) -> Iterator[dict[str, Statistics]]:
+    """Collect statistics of these modules' inputs for as long as the block runs.
+
+    Modules that are handed one and the same tensor after each other (q, k and v, gate and up) share one.
+    """
+    found: dict[str, Statistics] = {}
+    last: list[Any] = [None, None]
 
     def hook(name: str) -> Any:
-        return lambda _module, args: norms[name].update(args[0])
+        def record(_module: nn.Module, args: tuple[Tensor, ...]) -> None:
+            if args[0] is last[0] and found.get(name, last[1]) is last[1]:
+                found[name] = last[1]
+                return
+            statistics = found.setdefault(name, make())
+            statistics.update(args[0])
+            last[:] = args[0], statistics
+
+        return record
 
     handles = [module.register_forward_pre_hook(hook(name)) for name, module in linears.items()]
     try:
-        yield norms
+        yield found
     finally:
+        last[:] = None, None
         for handle in handles:
             handle.remove()
+        for name in linears:
+            found.setdefault(name, make())

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
 from service.errors import CheckpointError
 from service.model.checkpoint import Checkpoint
@@ -86,13 +87,13 @@ class LayerwiseModel:
         """The checkpoint's name of the model's parameter `name`."""
         return name.removeprefix(self._drop)
 
-    def linears(self, layer: int) -> dict[str, nn.Linear]:
-        """The layer's linear modules by the checkpoint's module name, in the model's order."""
+    def linears(self, layer: int) -> dict[str, nn.Module]:
+        """The layer's modules that multiply by a matrix, by the checkpoint's name, in the model's order."""
         prefix = self.key(f"{self._layers_name}.{layer}")
         return {
             f"{prefix}.{name}": module
             for name, module in self._layers[layer].named_modules()
-            if isinstance(module, nn.Linear)
+            if isinstance(module, (nn.Linear, Conv1D))
         }
 
     def layer_key(self, layer: int) -> str:
@@ -231,6 +232,18 @@ class LayerwiseModel:
                 module._buffers[name] = tensor
             else:
                 module._parameters[name] = nn.Parameter(tensor, requires_grad=False)
+
+
+def is_transposed(module: nn.Module) -> bool:
+    """Whether a linear module's weight lies as ``[K, N]`` (GPT-2's Conv1D)."""
+    return isinstance(module, Conv1D)
+
+
+def matrix_of(module: nn.Module) -> Tensor:
+    """A linear module's weight as ``[N, K]``, a view."""
+    weight = module.weight
+    assert isinstance(weight, Tensor)
+    return weight.T if is_transposed(module) else weight
 
 
 class _PassDone(Exception):

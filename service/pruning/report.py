@@ -17,8 +17,8 @@ from service.data import HELDOUT_TEXT
 from service.model.checkpoint import Checkpoint
 
 from .calibration import TokenWindows, token_windows
-from .layerwise import LayerwiseModel
-from .methods import prune_weight
+from .layerwise import LayerwiseModel, matrix_of
+from .methods import Pattern, prune_weight
 from .progress import Progress, no_progress
 from .prune import PruneReport
 from .writer import write_json
@@ -139,16 +139,18 @@ def quality_report(
     """
     options = options or PerplexityOptions()
     windows = _windows(model, options)
-    method, sparsity = report.options["method"], report.options["sparsity"]
+    method, pattern = report.options["method"], report.options["pattern"]
+    label = pattern or f"{report.options['sparsity']:.0%}"
     names = {layer.name for layer in report.layers}
 
     def by_magnitude(name: str, weight: Tensor) -> Tensor:
-        return prune_weight(weight, sparsity) if name in names else weight
+        target = Pattern.parse(pattern) if pattern else report.options["sparsity"]
+        return prune_weight(weight, target) if name in names else weight
 
     rows = [_measure(model, options, windows, "dense", None, progress)]
     if method != "magnitude":
-        rows.append(_measure(model, options, windows, f"magnitude {sparsity:.0%}", by_magnitude, progress))
-    rows.append(_measure(pruned, options, windows, f"{method} {sparsity:.0%}", None, progress))
+        rows.append(_measure(model, options, windows, f"magnitude {label}", by_magnitude, progress))
+    rows.append(_measure(pruned, options, windows, f"{method} {label}", None, progress))
     quality = QualityReport(
         text=windows.text,
         text_sha256=windows.text_sha256,
@@ -194,7 +196,8 @@ def _run(
         with runner.loaded_layer(layer):
             if transform is not None:
                 for linear, module in runner.linears(layer).items():
-                    module.weight.copy_(transform(linear, module.weight))
+                    weight = matrix_of(module)
+                    weight.copy_(transform(linear, weight))
             for index, states in enumerate(hidden):
                 hidden[index] = runner.run_layer(layer, states)
         # The output head takes about as long as a tenth of the layers of a small model.
@@ -217,3 +220,33 @@ def _exp(nll: float) -> float:
         return math.exp(nll)
     except OverflowError:
         return math.inf
+
+
+def write_plot(file: Path, report: PruneReport, quality: QualityReport | None = None) -> None:
+    """Draw the sparsity of every pruned linear and, where measured, the perplexities; needs matplotlib.
+
+    Args:
+        file: what to write; its ending (.png, .svg, .pdf) says the type.
+        report: what `prune` returned.
+        quality: what `quality_report` returned.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 4), layout="constrained")
+    axes = figure.subplots(1, 1 if quality is None else 2, squeeze=False, width_ratios=None)[0]
+    kinds: dict[str, tuple[list[int], list[float]]] = {}
+    for layer in report.layers:
+        numbers = [int(part) for part in layer.name.split(".") if part.isdigit()]
+        xs, ys = kinds.setdefault(layer.name.rpartition(".")[2], ([], []))
+        xs.append(numbers[0] if numbers else 0)
+        ys.append(layer.sparsity)
+    for kind, (xs, ys) in kinds.items():
+        axes[0].plot(xs, ys, marker=".", label=kind)
+    axes[0].set(xlabel="decoder layer", ylabel="sparsity (counted)", ylim=(0, 1))
+    axes[0].set_title(f"{report.options['method']}: {report.sparsity:.3f} over all pruned layers")
+    axes[0].legend(fontsize="small", ncols=2)
+    if quality is not None:
+        axes[1].bar([row.model for row in quality.rows], [row.perplexity for row in quality.rows])
+        axes[1].set(yscale="log", ylabel="perplexity")
+        axes[1].set_title(f"{quality.text}, {quality.windows} windows of {quality.context_tokens} tokens")
+    figure.savefig(file)

@@ -6,6 +6,7 @@ form a file holds it in. Writing never holds more than one tensor.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import secrets
@@ -208,6 +209,40 @@ def new_directory(out: Path) -> Iterator[Path]:
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
+
+
+@contextmanager
+def work_directory(out: Path, fingerprint: Mapping[str, Any]) -> Iterator[Path]:
+    """Give a directory beside `out` for unfinished work, which an interrupted run leaves for the next.
+
+    It goes when the block ends well.
+
+    Args:
+        out: what is being made.
+        fingerprint: what the work depends on, as JSON values.
+
+    Raises:
+        FileExistsError: `out` exists.
+        ValueError: another run is at work there, or the work that is there is of another fingerprint.
+    """
+    refuse_existing(out)
+    work = out.parent / f".{out.name}.unfinished"
+    work.mkdir(parents=True, exist_ok=True)
+    with (work / "lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ValueError(f"{out}: another run is making it") from error
+        state = work / "fingerprint.json"
+        if not state.exists():
+            write_json(state, fingerprint)
+        elif json.loads(state.read_text(encoding="utf-8")) != json.loads(json.dumps(fingerprint)):
+            raise ValueError(
+                f"{work} holds the work of an interrupted run with other options or another model: repeat "
+                "that command to finish it, or remove the directory to start anew"
+            )
+        yield work
+    shutil.rmtree(work)
 
 
 def refuse_existing(out: Path) -> None:

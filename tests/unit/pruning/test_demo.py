@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from service import demo
+from service.data import CALIBRATION_TEXT
 from service.demo import DemoFailed, prepare, run
 from service.pruning.progress import no_progress
 
@@ -70,7 +71,8 @@ def prepared(tmp_path: Path) -> Path:
     pruned = directory / demo.PRUNED_NAME
     pruned.mkdir(parents=True)
     options = {"method": "wanda", "sparsity": 0.5, "output": "packed"}
-    (pruned / "pruning.json").write_text(json.dumps({"options": options}), "utf-8")
+    text = {"text_sha256": hashlib.sha256(CALIBRATION_TEXT.read_bytes()).hexdigest()}
+    (pruned / "pruning.json").write_text(json.dumps({"options": options, "calibration": text}), "utf-8")
     return directory
 
 
@@ -157,12 +159,13 @@ def test_a_second_start_imports_neither_torch_nor_transformers(prepared: Path) -
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
 
+@pytest.mark.parametrize("change", [("0.5", "0.4"), ('"text_sha256": "', '"text_sha256": "0')])
 def test_a_model_made_with_other_options_is_made_again(
-    prepared: Path, monkeypatch: pytest.MonkeyPatch
+    change: tuple[str, str], prepared: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After an upgrade that prunes differently the old model must not be served as the new one."""
+    """An upgrade may prune differently or by another text: the old model is not served as the new one."""
     report = prepared / demo.PRUNED_NAME / "pruning.json"
-    report.write_text(report.read_text("utf-8").replace("0.5", "0.4"), "utf-8")
+    report.write_text(report.read_text("utf-8").replace(*change), "utf-8")
     (prepared / demo.DENSE_NAME).mkdir()
     calls = []
     monkeypatch.setattr("service.pruning.prune.prune", lambda *args: calls.append(args))

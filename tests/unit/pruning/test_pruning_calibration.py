@@ -11,7 +11,7 @@ from torch import nn
 
 from service.data import CALIBRATION_TEXT, HELDOUT_TEXT
 from service.errors import CheckpointError
-from service.pruning.calibration import CalibrationOptions, FeatureNorms, recorded_norms, token_windows
+from service.pruning.calibration import CalibrationOptions, FeatureNorms, recorded, token_windows
 
 
 def test_windows_lie_evenly_over_the_text(make_model: Callable[..., Path], text: Path) -> None:
@@ -81,7 +81,7 @@ def test_norms_are_those_of_all_tokens_together() -> None:
 def test_hooks_record_only_inside_the_block() -> None:
     """A hook left behind would slow the model down and change the norms."""
     linear = nn.Linear(4, 2)
-    with recorded_norms({"a": linear}) as norms:
+    with recorded({"a": linear}, FeatureNorms) as norms:
         linear(torch.ones(1, 3, 4))
     linear(torch.full((1, 3, 4), 100.0))
 

@@ -19,6 +19,7 @@ from service.pruning import prune as prune_module
 from service.pruning.calibration import CalibrationOptions
 from service.pruning.methods import prune_weight
 from service.pruning.prune import PruneOptions, prune
+from service.pruning.writer import work_directory
 
 
 @pytest.fixture
@@ -239,32 +240,48 @@ def test_pruning_a_packed_model_further_keeps_its_zeros(
 
 @pytest.mark.parametrize("fails_at", ["write_safetensors", "write_checkpoint"])
 @pytest.mark.parametrize("error", [KeyboardInterrupt, OSError])
-def test_an_interrupted_write_leaves_nothing(
+@pytest.mark.parametrize("method", ["magnitude", "wanda", "sparsegpt"])
+def test_an_interrupted_run_goes_on_and_ends_with_the_same_bytes(
     make_model: Callable[..., Path],
     options: Callable[..., PruneOptions],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
+    method: str,
     fails_at: str,
     error: type[BaseException],
 ) -> None:
-    """Neither the output nor a temporary directory, whatever stopped it."""
+    """Whatever stopped it: no output appears, finished layers are not done again, nothing is left behind."""
     source = make_model("llama")
+    prune(source, tmp_path / "whole", options(method=method))
     before = set(tmp_path.iterdir())
     write = getattr(prune_module, fails_at)
-    calls = []
+    calls: list[str] = []
+    stop = True
 
-    def interrupted(*args: object, **kwargs: object) -> object:
-        calls.append(args)
-        result = write(*args, **kwargs)
-        if len(calls) == (2 if fails_at == "write_safetensors" else 1):
+    def interrupted(target: object, *args: object, **kwargs: object) -> object:
+        calls.append(getattr(target, "name", ""))
+        result = write(target, *args, **kwargs)
+        # The second layer's weights are written but not yet in place.
+        if stop and (fails_at == "write_checkpoint" or calls.count("1.partial") == 1):
             raise error
         return result
 
     monkeypatch.setattr(prune_module, fails_at, interrupted)
     with pytest.raises(error):
-        prune(source, tmp_path / "out", options())
+        prune(source, tmp_path / "out", options(method=method))
+    assert set(tmp_path.iterdir()) == before | {tmp_path / ".out.unfinished"}
+    with pytest.raises(ValueError, match="interrupted run with other options"):
+        prune(source, tmp_path / "out", options(method=method, sparsity=0.4))
+    stop = False
+    calls.clear()
+    prune(source, tmp_path / "out", options(method=method))
 
-    assert set(tmp_path.iterdir()) == before
+    assert "0.partial" not in calls
+    assert set(tmp_path.iterdir()) == before | {tmp_path / "out"}
+    for file in ("model.safetensors", "config.json"):
+        assert (tmp_path / "out" / file).read_bytes() == (tmp_path / "whole" / file).read_bytes()
+    reports = [json.loads((tmp_path / d / "pruning.json").read_text("utf-8")) for d in ("out", "whole")]
+    assert reports[0]["layers"] == reports[1]["layers"]
 
 
 def test_an_existing_output_is_refused_and_untouched(
@@ -280,13 +297,77 @@ def test_an_existing_output_is_refused_and_untouched(
     assert (out / "mine").read_text("utf-8") == "precious"
 
 
-@pytest.mark.parametrize("method", ["magnitude", "wanda"])
-def test_a_model_without_linear_modules_is_refused(
+def test_skipping_everything_is_refused(
+    make_model: Callable[..., Path], options: Callable[..., PruneOptions], tmp_path: Path
+) -> None:
+    """Silently pruning nothing would be the worst answer."""
+    with pytest.raises(ValueError, match=r"no linear layer to prune.*layers\.0.*matches skip"):
+        prune(make_model("llama"), tmp_path / "out", options(skip="."))
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("method", ["magnitude", "wanda", "sparsegpt"])
+def test_transposed_layers_lose_weights_of_each_output(
     make_model: Callable[..., Path], options: Callable[..., PruneOptions], tmp_path: Path, method: str
 ) -> None:
-    """GPT-2's layers are Conv1D: silently pruning nothing would be the worst answer."""
-    with pytest.raises(ValueError, match=r"no linear layer to prune.*transformer\.h\.0\.attn\.c_attn"):
-        prune(make_model("gpt2"), tmp_path / "out", options(method=method))
+    """GPT-2 stores [in, out]: zeros are counted along the inputs of an output, that is down the columns."""
+    source = make_model("gpt2")
+    prune(source, tmp_path / "dense", options(method=method, output="dense"))
+    prune(source, tmp_path / "packed", options(method=method))
+    weights, packed = dense_weights(tmp_path / "dense"), dense_weights(tmp_path / "packed")
+
+    assert all(torch.equal(weights[name], packed[name]) for name in weights)
+    for name in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"):
+        weight = weights[f"transformer.h.1.{name}.weight"]
+        zeros = (weight == 0).sum(dim=0)
+        if method == "sparsegpt":
+            assert int(zeros.sum()) == weight.numel() // 2
+        else:
+            assert zeros.unique().tolist() == [weight.shape[0] // 2]
+
+
+@pytest.mark.parametrize("method", ["magnitude", "wanda", "sparsegpt"])
+def test_a_pattern_holds_in_every_group(
+    make_model: Callable[..., Path], options: Callable[..., PruneOptions], tmp_path: Path, method: str
+) -> None:
+    """2:4 kernels read two values of every four, whatever is there."""
+    source = make_model("llama")
+    report = prune(source, tmp_path / "out", options(method=method, pattern="2:4", output="dense"))
+
+    for name, weight in dense_weights(tmp_path / "out").items():
+        if in_a_layer(name):
+            groups = (weight != 0).reshape(weight.shape[0], -1, 4).sum(dim=2)
+            assert groups.unique().tolist() == [2], name
+    assert report.sparsity == 0.5
+    with pytest.raises(ValueError, match=r"44 input features, expected a multiple of 8 for the pattern 4:8"):
+        prune(source, tmp_path / "odd", options(pattern="4:8"))
+
+
+def test_owl_keeps_the_mean_and_tells_layers_apart(
+    make_model: Callable[..., Path], options: Callable[..., PruneOptions], tmp_path: Path
+) -> None:
+    """The report has what every layer was given and what it got."""
+    report = prune(make_model("llama"), tmp_path / "out", options(per_layer="owl"))
+
+    assert report.layer_sparsities is not None
+    assert len(report.layer_sparsities) == 3
+    assert sum(report.layer_sparsities) / 3 == pytest.approx(0.5)
+    assert max(report.layer_sparsities) - min(report.layer_sparsities) == pytest.approx(0.16)
+    for layer in report.layers:
+        given = report.layer_sparsities[int(layer.name.split(".")[2])]
+        assert layer.sparsity == pytest.approx(given, abs=1 / layer.K)
+
+
+def test_two_runs_do_not_share_a_work_directory(
+    make_model: Callable[..., Path], options: Callable[..., PruneOptions], tmp_path: Path
+) -> None:
+    """Each would take the other's layers for its own."""
+    source = make_model("llama")
+    with (
+        work_directory(tmp_path / "out", {}),
+        pytest.raises(ValueError, match="another run is making it"),
+    ):
+        prune(source, tmp_path / "out", options(method="magnitude"))
 
 
 def test_a_weight_with_nan_is_refused_by_name(
@@ -321,6 +402,10 @@ def test_progress_runs_from_zero_to_one_in_each_step(
     [
         ({"method": "random"}, "method is 'random'"),
         ({"sparsity": 50}, "sparsity is 50"),
+        ({"pattern": "2-4"}, "pattern is '2-4'"),
+        ({"pattern": "4:4"}, "expected fewer non-zeros"),
+        ({"pattern": "2:4", "per_layer": "owl"}, "owl needs a sparsity"),
+        ({"per_layer": "all"}, "per_layer is 'all'"),
         ({"output": "zip"}, "output is 'zip'"),
         ({"skip": "("}, "not a regular expression"),
     ],
