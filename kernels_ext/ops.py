@@ -162,17 +162,31 @@ class BitmapWeight:
         return self.N * self.K * self.values.element_size()
 
 
-def bitmap_pack(dense: Tensor, isa: str | None = None) -> BitmapWeight:
+def bitmap_pack(dense: Tensor, isa: str | None = None, *, out: BitmapWeight | None = None) -> BitmapWeight:
     """Pack a dense matrix. An element is stored unless all its bits are zero, so -0.0 is stored.
 
     Args:
         dense: ``[N, K]`` float32, bfloat16 or float16 on the CPU; any strides.
         isa: an instruction set of `available_isas`, or None for the best.
+        out: a weight of the same shape, dtype and number of stored elements to write to, whatever it holds;
+            None allocates.
+
+    Returns:
+        `out`, or a new weight.
 
     Raises:
-        ValueError: a shape, dtype or device above does not hold.
+        ValueError: a shape, dtype or device above does not hold, or `out` has room for more or fewer elements
+            than there are to store; `out` then holds no valid weight.
     """
     _check_dense("bitmap_pack", "dense", dense)
+    if out is not None:
+        if dense.shape != (out.N, out.K) or out.dtype != dense.dtype or out.device != dense.device:
+            raise ValueError(
+                f"bitmap_pack: out must be [{dense.shape[0]}, {dense.shape[1]}] {dense.dtype} on the CPU, "
+                f"got [{out.N}, {out.K}] {out.dtype} on {out.device}"
+            )
+        _ops.bitmap_pack_into(dense.contiguous(), out.bitmap, out.values, out.row_offsets, _isa_number(isa))
+        return out
     bitmap, values, row_offsets = _ops.bitmap_pack(dense.contiguous(), _isa_number(isa))
     return BitmapWeight(dense.shape[0], dense.shape[1], bitmap, values, row_offsets)
 
@@ -314,6 +328,11 @@ def _(dense: Tensor, isa: int = 0) -> tuple[Tensor, Tensor, Tensor]:
         dense.new_empty((nnz,)),
         dense.new_empty((N + 1,), dtype=torch.int64),
     )
+
+
+@_register_fake("bitmap_pack_into")
+def _(dense: Tensor, bitmap: Tensor, values: Tensor, row_offsets: Tensor, isa: int = 0) -> None:
+    return None
 
 
 @_register_fake("bitmap_row_counts")

@@ -21,6 +21,9 @@ STABLE_TORCH_LIBRARY_FRAGMENT(kernels_ext, m) {
   m.def("read_checksum(Tensor buffer) -> Tensor");
 
   m.def("bitmap_pack(Tensor dense, int isa=0) -> (Tensor bitmap, Tensor values, Tensor row_offsets)");
+  m.def(
+      "bitmap_pack_into(Tensor dense, Tensor(a!) bitmap, Tensor(b!) values, Tensor(c!) row_offsets, int isa=0)"
+      " -> ()");
   m.def("bitmap_row_counts(Tensor bitmap) -> Tensor");
   m.def(
       "bitmap_unpack_into(Tensor(a!) dense, Tensor bitmap, Tensor values, Tensor row_offsets, int isa=0) -> ()");

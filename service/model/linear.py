@@ -269,11 +269,14 @@ class SparseLinear(nn.Module):
         return lambda x: bitmap_linear(x, bitmap, values, row_offsets, bias)
 
 
-def pack(weight: Tensor | BitmapWeight, stored: Format) -> CompressedWeight:
-    """Compress a ``[N, K]`` weight, on the device where it is; the caller drops what it gave."""
+def pack(weight: Tensor | BitmapWeight, stored: Format, room: BitmapWeight | None = None) -> CompressedWeight:
+    """Compress a ``[N, K]`` weight, on the device where it is; the caller drops what it gave.
+
+    ``room`` is where a dense weight's bitmap is to lie, with space for just its non-zeros.
+    """
     if stored.name == "lane_stream":
         return lane_stream_pack(weight)
-    return weight if isinstance(weight, BitmapWeight) else bitmap_pack(weight)
+    return weight if isinstance(weight, BitmapWeight) else bitmap_pack(weight, out=room)
 
 
 def kernel_facts() -> dict[str, str]:

@@ -16,6 +16,7 @@ from torch import Tensor
 from kernels_ext import BitmapWeight
 from service.errors import CheckpointError
 
+from .arena import WeightArena
 from .checkpoint import Checkpoint, Entry, PackedEntry
 from .interface import LayerReport
 from .linear import SparseLinear, choose_format, describe, pack
@@ -84,11 +85,12 @@ class WeightReader:
         # Where dense layers are read before they are packed. One buffer for all of them: a new one each time
         # would leave holes of its size between the packed layers, and peak memory would be far above the sum.
         self._scratch = torch.empty(0, dtype=torch.uint8)
+        self._arena = WeightArena() if device.type == "cpu" else None
 
     def tensor(self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None) -> Tensor:
         """Read one tensor dense; raises CheckpointError where it is missing or not of this shape."""
         entry = self.checkpoint.find(name, shape)
-        out = torch.empty(shape, dtype=dtype or self.dtype)
+        out = self._empty(shape, dtype or self.dtype)
         self.checkpoint.read_into(entry, out)
         self.mark_used(name)
         return out.to(self.device)
@@ -112,7 +114,7 @@ class WeightReader:
                 compressed = pack(self._read_packed(packed, N, K, dtype), stored)
                 layer = SparseLinear(plan.name, compressed, bias, stored)
         if layer is None and self.weights == "dense":
-            dense = torch.empty((N, K), dtype=dtype)
+            dense = self._empty((N, K), dtype)
             self._read_dense(plan, entries, dense)
             layer = self.place(plan.name, dense, bias)
         if layer is None:
@@ -135,7 +137,11 @@ class WeightReader:
         stored = choose_format(N, K, dense.dtype, nnz, device=self.device.type, weights=self.weights)
         if stored.name != "dense":
             drop_negative_zeros(dense)
-            return SparseLinear(name, pack(dense.to(self.device), stored), bias, stored)
+            room = self._empty_bitmap(N, K, nnz, dense.dtype) if stored.name == "bitmap" else None
+            return SparseLinear(name, pack(dense.to(self.device), stored, room), bias, stored)
+        if shared and self._arena is not None:
+            dense = self._empty((N, K), dense.dtype).copy_(dense)
+            shared = False
         return SparseLinear(name, dense.to(self.device, copy=shared), bias, stored, nnz)
 
     def inspect(self, plan: LinearPlan) -> LayerReport:
@@ -224,9 +230,9 @@ class WeightReader:
 
     def _read_packed(self, entries: list[PackedEntry], N: int, K: int, dtype: torch.dtype) -> BitmapWeight:
         """Concatenate packed matrices by rows: their bitmaps and values simply follow one another."""
-        bitmap = torch.empty((N, -(-K // 8)), dtype=torch.uint8)
-        values = torch.empty(sum(entry.nnz for entry in entries), dtype=dtype)
-        row_offsets = torch.zeros(N + 1, dtype=torch.int64)
+        weight = self._empty_bitmap(N, K, sum(entry.nnz for entry in entries), dtype)
+        bitmap, values, row_offsets = weight.bitmap, weight.values, weight.row_offsets
+        row_offsets[0] = 0
         row = value = 0
         for entry in entries:
             rows = entry.shape[0]
@@ -243,4 +249,17 @@ class WeightReader:
             bitmap=bitmap.to(self.device),
             values=values.to(self.device),
             row_offsets=row_offsets.to(self.device),
+        )
+
+    def _empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Room for a weight in main memory: where it stays if that is the device."""
+        return torch.empty(shape, dtype=dtype) if self._arena is None else self._arena.empty(shape, dtype)
+
+    def _empty_bitmap(self, N: int, K: int, nnz: int, dtype: torch.dtype) -> BitmapWeight:
+        return BitmapWeight(
+            N=N,
+            K=K,
+            bitmap=self._empty((N, -(-K // 8)), torch.uint8),
+            values=self._empty((nnz,), dtype),
+            row_offsets=self._empty((N + 1,), torch.int64),
         )

@@ -112,6 +112,43 @@ def test_many_threads_write_what_one_writes(matrices) -> None:
         assert torch.equal(packed.values[begin:end], part.values)
 
 
+@isas
+def test_a_weight_is_packed_into_the_room_it_is_given(isa: str, matrices) -> None:
+    """A loader chooses where weights lie; what lay there before does not matter."""
+    dense = matrices.pruned(150, 203, 0.5, torch.bfloat16)
+    want = bitmap_pack(dense)
+    room = BitmapWeight(
+        150,
+        203,
+        torch.full_like(want.bitmap, 0xFF),
+        torch.full_like(want.values, 7.0),
+        torch.full_like(want.row_offsets, -1),
+    )
+
+    assert bitmap_pack(dense, isa, out=room) is room
+
+    assert_matches_reference(room.validate(), dense)
+
+
+@pytest.mark.parametrize("change", [-1, 1])
+def test_room_for_another_number_of_elements_is_refused(change: int, matrices) -> None:
+    """Else the kernel would write past the end, or leave what was there."""
+    dense = matrices.pruned(5, 70, 0.5, torch.float32)
+    want = bitmap_pack(dense)
+    room = BitmapWeight(5, 70, want.bitmap, torch.zeros(want.nnz + change), want.row_offsets)
+    with pytest.raises(
+        ValueError, match=f"values has shape .{want.nnz + change}., but dimension 0 must be {want.nnz} "
+    ):
+        bitmap_pack(dense, out=room)
+
+
+def test_room_of_another_shape_or_dtype_is_refused(matrices) -> None:
+    room = bitmap_pack(matrices.pruned(5, 70, 0.5, torch.float32))
+    for other in (matrices.pruned(70, 5, 0.5, torch.float32), matrices.pruned(5, 70, 0.5, torch.bfloat16)):
+        with pytest.raises(ValueError, match="bitmap_pack: out must be"):
+            bitmap_pack(other, out=room)
+
+
 # --- the specification --------------------------------------------------------------------------------------
 
 
@@ -253,6 +290,15 @@ def test_ops_are_registered_correctly() -> None:
     ops = torch.ops.kernels_ext
     good = weight()
     opcheck(ops.bitmap_pack.default, (bitmap_unpack(good),))
+    opcheck(
+        ops.bitmap_pack_into.default,
+        (
+            bitmap_unpack(good),
+            torch.empty_like(good.bitmap),
+            torch.empty_like(good.values),
+            torch.empty_like(good.row_offsets),
+        ),
+    )
     opcheck(ops.bitmap_row_counts.default, (good.bitmap,))
     opcheck(
         ops.bitmap_unpack_into.default,

@@ -169,6 +169,28 @@ Tensor dense_linear(const Tensor& x, const Tensor& weight, const std::optional<T
 
 // --- packing --------------------------------------------------------------------------------------------
 
+// Fills the bitmap and the offsets of a matrix that is to be packed; its values are gathered after that.
+void mark(const LinearKernels& table, const Tensor& dense, uint8_t* bits, int64_t* offsets) {
+  const int64_t N = dense.size(0);
+  const int64_t K = dense.size(1);
+  const int element_bytes = static_cast<int>(dense.element_size());
+  const void* from = dense.const_data_ptr();
+  offsets[0] = 0;
+  balanced_rows(N, K * element_bytes, 0, [&](int64_t begin, int64_t end) {
+    table.mark_nonzeros(element_bytes, from, K, bits, offsets + 1, begin, end);
+  });
+  for (int64_t n = 0; n < N; ++n) offsets[n + 1] += offsets[n];
+}
+
+void gather(const LinearKernels& table, const Tensor& dense, const int64_t* offsets, void* values) {
+  const int64_t K = dense.size(1);
+  const int element_bytes = static_cast<int>(dense.element_size());
+  const void* from = dense.const_data_ptr();
+  balanced_rows(dense.size(0), K * element_bytes, 0, [&](int64_t begin, int64_t end) {
+    table.gather_nonzeros(element_bytes, from, K, offsets, values, begin, end);
+  });
+}
+
 std::tuple<Tensor, Tensor, Tensor> bitmap_pack(const Tensor& dense, int64_t isa) {
   constexpr const char* op = "bitmap_pack";
   kernel_dtype(op, "dense", dense);
@@ -176,27 +198,39 @@ std::tuple<Tensor, Tensor, Tensor> bitmap_pack(const Tensor& dense, int64_t isa)
   check_contiguous(op, "dense", dense);
   const LinearKernels& table = kernels_for(op, isa);
   const int64_t N = dense.size(0);
-  const int64_t K = dense.size(1);
-  const int element_bytes = static_cast<int>(dense.element_size());
-  const void* from = dense.const_data_ptr();
 
-  Tensor bitmap = empty_cpu({N, (K + 7) / 8}, ScalarType::Byte);
+  Tensor bitmap = empty_cpu({N, (dense.size(1) + 7) / 8}, ScalarType::Byte);
   Tensor row_offsets = empty_cpu({N + 1}, ScalarType::Long);
-  uint8_t* bits = static_cast<uint8_t*>(bitmap.mutable_data_ptr());
   int64_t* offsets = static_cast<int64_t*>(row_offsets.mutable_data_ptr());
-
-  offsets[0] = 0;
-  parallel_rows(N, K * element_bytes, 0, [&](int64_t begin, int64_t end) {
-    table.mark_nonzeros(element_bytes, from, K, bits, offsets + 1, begin, end);
-  });
-  for (int64_t n = 0; n < N; ++n) offsets[n + 1] += offsets[n];
-
+  mark(table, dense, static_cast<uint8_t*>(bitmap.mutable_data_ptr()), offsets);
   Tensor values = empty_cpu({offsets[N]}, dense.scalar_type());
-  void* to = values.mutable_data_ptr();
-  parallel_rows(N, K * element_bytes, 0, [&](int64_t begin, int64_t end) {
-    table.gather_nonzeros(element_bytes, from, K, offsets, to, begin, end);
-  });
+  gather(table, dense, offsets, values.mutable_data_ptr());
   return {bitmap, values, row_offsets};
+}
+
+void bitmap_pack_into(const Tensor& dense, Tensor bitmap, Tensor values, Tensor row_offsets, int64_t isa) {
+  constexpr const char* op = "bitmap_pack_into";
+  kernel_dtype(op, "dense", dense);
+  check_dim(op, "dense", dense, 2);
+  check_contiguous(op, "dense", dense);
+  check_dtype(op, "bitmap", bitmap, ScalarType::Byte);
+  check_dtype(op, "values", values, dense.scalar_type());
+  check_dtype(op, "row_offsets", row_offsets, ScalarType::Long);
+  check_dim(op, "bitmap", bitmap, 2);
+  check_dim(op, "values", values, 1);
+  check_dim(op, "row_offsets", row_offsets, 1);
+  check_contiguous(op, "bitmap", bitmap);
+  check_contiguous(op, "values", values);
+  check_contiguous(op, "row_offsets", row_offsets);
+  const int64_t N = dense.size(0);
+  check_size(op, "bitmap", bitmap, 0, N, "rows of dense");
+  check_size(op, "bitmap", bitmap, 1, (dense.size(1) + 7) / 8, "columns of dense / 8, rounded up");
+  check_size(op, "row_offsets", row_offsets, 0, N + 1, "rows of dense + 1");
+  const LinearKernels& table = kernels_for(op, isa);
+  int64_t* offsets = static_cast<int64_t*>(row_offsets.mutable_data_ptr());
+  mark(table, dense, static_cast<uint8_t*>(bitmap.mutable_data_ptr()), offsets);
+  check_size(op, "values", values, 0, offsets[N], "elements of dense to store");
+  gather(table, dense, offsets, values.mutable_data_ptr());
 }
 
 void bitmap_unpack_into(Tensor dense, const Tensor& bitmap, const Tensor& values, const Tensor& row_offsets,
@@ -283,6 +317,7 @@ Tensor read_checksum(const Tensor& buffer) {
 STABLE_TORCH_LIBRARY_IMPL(kernels_ext, CPU, m) {
   m.impl("read_checksum", TORCH_BOX(&kernels::read_checksum));
   m.impl("bitmap_pack", TORCH_BOX(&kernels::bitmap_pack));
+  m.impl("bitmap_pack_into", TORCH_BOX(&kernels::bitmap_pack_into));
   m.impl("bitmap_row_counts", TORCH_BOX(&kernels::bitmap_row_counts));
   m.impl("bitmap_unpack_into", TORCH_BOX(&kernels::bitmap_unpack_into));
   m.impl("bitmap_linear", TORCH_BOX(&kernels::bitmap_linear));
