@@ -164,7 +164,9 @@ struct WarpRows {
     if (first >= last) return;
     const int32_t* table = a.block_tables + static_cast<int64_t>(tile.sequence) * a.max_blocks;
     Fragment k[kAhead ? kKeyBlocks : 1][2], v[kAhead ? kValueBlocks : 1][4];
+    // A chunk's place is looked up one chunk before its keys are loaded: the two reads would wait for each other.
     int64_t row = chunk_row(a, table, first);
+    int64_t next_row = first + step < last ? chunk_row(a, table, first + step) : 0;
     const auto load_all_keys = [&](int chunk) {
 #pragma unroll
       for (int b = 0; b < kKeyBlocks; ++b) load_keys(a, row, kv_head, chunk, keys, b, k[b]);
@@ -179,7 +181,7 @@ struct WarpRows {
     }
     for (int chunk = first; chunk < last; chunk += step) {
       const int next = chunk + step;
-      const int64_t next_row = next < last ? chunk_row(a, table, next) : 0;
+      const int64_t after_row = next + step < last ? chunk_row(a, table, next + step) : 0;
       float score[2][4] = {};
 #pragma unroll
       for (int b = 0; b < kKeyBlocks; ++b) {
@@ -210,6 +212,7 @@ struct WarpRows {
       } else {
         row = next_row;
       }
+      next_row = after_row;
     }
   }
 
@@ -401,7 +404,7 @@ __device__ float* part(const AttentionArguments& a, int tile, int kv_head, int s
 }
 
 template <typename T, int kDim>
-__global__ void __launch_bounds__(kThreads) split_kernel(AttentionArguments a, int splits, int most_rows) {
+__global__ void __launch_bounds__(kThreads, 1) split_kernel(AttentionArguments a, int splits, int most_rows) {
   using Rows = WarpRows<T, kDim>;
   struct alignas(16) Exchange {
     float4 out[Rows::kValueBlocks * 8][32];
@@ -534,7 +537,7 @@ __global__ void __launch_bounds__(kThreads) merge_kernel(AttentionArguments a, i
 // --- tiles of rows ----------------------------------------------------------------------------------------------
 
 template <typename T, int kDim>
-__global__ void __launch_bounds__(kThreads) tile_kernel(AttentionArguments a) {
+__global__ void __launch_bounds__(kThreads, 1) tile_kernel(AttentionArguments a) {
   using Rows = WarpRows<T, kDim>;
   begin_dependent();
   const int warp = static_cast<int>(threadIdx.x) / 32;
@@ -646,7 +649,7 @@ cudaError_t plan(const AttentionArguments& a, Launches* launches) {
   launches->split_blocks = launches->tiles ? (a.S > 1 || rows <= kRows ? a.S : 0) : a.S + rows / kRows;
   const int64_t keys = std::min<int64_t>(static_cast<int64_t>(a.max_blocks) * a.block_size, a.window);
   const int64_t useful = std::max<int64_t>(keys / (kChunkKeys * kWarps), 1);
-  const int64_t wanted = 2 * multiprocessors / std::max<int64_t>(launches->split_blocks * a.num_kv_heads, 1);
+  const int64_t wanted = 3 * multiprocessors / std::max<int64_t>(launches->split_blocks * a.num_kv_heads, 1);
   launches->splits = static_cast<int>(std::clamp<int64_t>(std::min(useful, wanted), 1, kMaxSplits));
   return cudaSuccess;
 }

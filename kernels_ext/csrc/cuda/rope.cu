@@ -37,6 +37,8 @@ __device__ void rope_head(const RopeArguments& a, const T* x, const T* norm_weig
   const float* cos = a.cos + position * a.rotary_dim;
   const float* sin = a.sin + position * a.rotary_dim;
   const int half = a.rotary_dim / 2;
+  // A head has few pairs a lane: unrolled further, the loop needs more registers than it gains time.
+#pragma unroll 2
   for (int i = lane; i < half; i += 32) {
     const float low = element(i);
     const float high = element(i + half);
