@@ -35,7 +35,7 @@ _OVER: Final = f"{BUCKET_ENDS[-1] + 1}+"
 
 # Without a measurement: the largest M for which the kernel that reads each weight once is expected to win.
 # Above it the product is bound by multiply-adds, which torch's blocked kernels do faster. `lane_stream` reads
-# and decodes a weight once for every 16 tokens; against it stands decompressing the weight first.
+# and decodes a weight once for every 32 tokens; against it stands decompressing the weight first.
 RULE_OF_THUMB_MAX_M: Final = {"bitmap": 8, "dense": 4, "lane_stream": 64}
 
 # How far a measured shape may be from a layer's: the factor in N times the factor in K, as a power of two.

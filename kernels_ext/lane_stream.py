@@ -17,6 +17,7 @@ from .build_info import build_info
 from .formats import lane_stream as reference
 from .formats.lane_stream import (
     MAX_RING_ROWS,
+    MAX_SHARED_TOKENS,
     MAX_TOKENS,
     MIN_RING_ROWS,
     ROW_BYTES,
@@ -26,7 +27,7 @@ from .ops import BitmapWeight, bitmap_unpack
 
 DTYPES: Final = (torch.float16, torch.bfloat16)
 # Of one call of the linear op: more than MAX_TOKENS go in several launches.
-MAX_CALL_TOKENS: Final = 4 * MAX_TOKENS
+MAX_CALL_TOKENS: Final = 2 * MAX_TOKENS
 
 _PLANS_TRIED: Final = 8
 
@@ -201,7 +202,7 @@ def candidate_plans(N: int, K: int, sparsity: float, device: DeviceShape) -> lis
                             lookahead=lookahead,
                         )
                         plan = replace(plan, ring_rows=expected_ring_rows(plan, sparsity))
-                        if plan.shared_bytes(MAX_TOKENS) <= device.shared_limit(plan):
+                        if plan.shared_bytes(MAX_SHARED_TOKENS) <= device.shared_limit(plan):
                             out.append(plan)
     return out
 
@@ -320,14 +321,14 @@ def _fit_ring(
     for plan in plans[:_PLANS_TRIED]:
         measured = _measure(bits, plan)
         fitted = _with_ring(plan, *measured)
-        if fitted and fitted.shared_bytes(MAX_TOKENS) <= device.shared_limit(fitted):
+        if fitted and fitted.shared_bytes(MAX_SHARED_TOKENS) <= device.shared_limit(fitted):
             return fitted, measured[0]
     plan = plans[0]
     while True:
         measured = _measure(bits, plan)
         for lookahead in range(plan.lookahead, 0, -1):
             fitted = _with_ring(replace(plan, lookahead=lookahead), *measured)
-            if fitted and fitted.shared_bytes(MAX_TOKENS) <= device.shared_limit(fitted):
+            if fitted and fitted.shared_bytes(MAX_SHARED_TOKENS) <= device.shared_limit(fitted):
                 return fitted, measured[0]
         if plan.warps_per_block == 1:
             raise ValueError(
@@ -434,8 +435,8 @@ def lane_stream_linear(
 ) -> Tensor:
     """Multiply activations by a lane-stream weight: ``y = x @ W.T + bias``.
 
-    One kernel launch for every 16 tokens, safe to capture in a CUDA graph. The same input gives the same bits
-    every time.
+    One kernel launch for every 32 tokens (for every 16 where rows of x do not lie on 16 bytes or the plan's
+    groups are four tiles wide), safe to capture in a CUDA graph. The same input always gives the same bits.
 
     Args:
         x: ``[M, K]`` in the weight's dtype, contiguous, 0 <= M <= 64.

@@ -29,7 +29,8 @@ MAX_STRIPS: Final = 65536
 # Of the workspace: one for every strip that a plan may have, wherever the partial sums of a layer begin.
 COUNTER_BYTES: Final = MAX_STRIPS * 4
 MAX_WARPS: Final = 16
-MAX_TOKENS: Final = 16  # of one launch of the linear kernel
+MAX_TOKENS: Final = 32  # of one launch of the linear kernel
+MAX_SHARED_TOKENS: Final = 16  # of them in shared memory
 MIN_RING_ROWS: Final = GUARD_ROWS
 MAX_RING_ROWS: Final = 4096
 
@@ -167,8 +168,8 @@ class LaneStreamPlan:
 
     @property
     def workspace_bytes(self) -> int:
-        """Bytes of the linear kernel's workspace for up to 16 tokens. Layers may share the largest one."""
-        return COUNTER_BYTES + self.strips * self.k_slices * self.max_parts_per_slice * 4 * 512
+        """Bytes of the linear kernel's workspace for up to 32 tokens. Layers may share the largest one."""
+        return COUNTER_BYTES + self.strips * self.k_slices * self.max_parts_per_slice * 8 * 512
 
     def strip_parts(self, strip: int) -> tuple[int, int]:
         """The first stream of a slice that holds groups of the strip, and how many do."""

@@ -121,7 +121,7 @@ def test_unpacks_every_bit(N: int, K: int, sparsity: float, dtype: torch.dtype) 
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("M", [1, 2, 7, 8, 9, 15, 16, 17, 33, 64])
+@pytest.mark.parametrize("M", [1, 2, 7, 8, 9, 15, 16, 17, 24, 25, 31, 32, 33, 64])
 @pytest.mark.parametrize(("N", "K"), [(1, 1), (31, 63), (33, 129), (1024, 2048), (1000, 4104), (333, 1001)])
 @pytest.mark.parametrize("sparsity", [0.0, 0.5, 0.8, 1.0])
 def test_linear_matches_float64(N: int, K: int, sparsity: float, M: int, dtype: torch.dtype) -> None:

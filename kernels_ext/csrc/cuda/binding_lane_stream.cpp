@@ -18,7 +18,7 @@ namespace {
 
 // Of one call: more than a launch takes go in several launches. Past this many, decompressing the weight once and
 // multiplying it by cuBLAS costs less.
-constexpr int64_t kMaxCallTokens = 4 * kMaxTokens;
+constexpr int64_t kMaxCallTokens = 2 * kMaxTokens;
 
 // Every number is checked: a plan sizes shared memory and addresses.
 LaneStreamPlan plan_from(const char* op, const std::vector<int64_t>& numbers) {
@@ -172,11 +172,12 @@ Tensor linear_cuda(Tensor x, Tensor data, Tensor descriptors, std::optional<Tens
   const LaneStreamType kernel_type = type == ScalarType::Half ? LaneStreamType::kHalf : LaneStreamType::kBFloat16;
   const auto* rows_in = static_cast<const uint16_t*>(x.const_data_ptr());
   auto* rows_out = static_cast<uint16_t*>(y.mutable_data_ptr());
-  for (int64_t first = 0; first < M; first += kMaxTokens) {
+  const int64_t launch_tokens = lane_stream_launch_tokens(plan, rows_in);
+  for (int64_t first = 0; first < M; first += launch_tokens) {
     check_launch(op, launch_lane_stream_linear(plan, kernel_type, static_cast<const uint8_t*>(data.const_data_ptr()),
                                                descriptor_pointer(descriptors), rows_in + first * plan.K, bias_pointer,
                                                rows_out + first * plan.N, workspace.mutable_data_ptr(),
-                                               std::min<int64_t>(M - first, kMaxTokens), overlap_launch,
+                                               std::min(M - first, launch_tokens), overlap_launch,
                                                current_stream(x)));
   }
   return y;

@@ -21,7 +21,8 @@ constexpr uint32_t kRefillExchange = 2;  // flag: from this group on even and od
 constexpr int kMaxLookahead = 4;      // transfers in flight ahead of the one being decoded
 constexpr int64_t kMaxStrips = 65536;  // of a plan, so N is at most 2097152
 constexpr int kMaxWarps = 16;         // warps of a block
-constexpr int kMaxTokens = 16;        // tokens of one lane_stream_linear launch
+constexpr int kMaxTokens = 32;        // tokens of one lane_stream_linear launch
+constexpr int kMaxSharedTokens = 16;  // of them in shared memory
 constexpr int kMinRingRows = kGuardRows;
 
 // How W is cut into streams. Everything below follows from these numbers.
@@ -90,7 +91,10 @@ int64_t lane_stream_workspace_bytes(const LaneStreamPlan& plan);
 // Shared memory of one block of lane_stream_linear for M tokens.
 int64_t lane_stream_shared_bytes(const LaneStreamPlan& plan, int64_t M);
 
-// y[M, N] = x[M, K] * W^T (+ bias[N]), M <= kMaxTokens. `overlap_launch` lets the kernel start before its
+// Most tokens of one launch: kMaxTokens or, where x does not lie on 16 bytes or groups are wide, kMaxSharedTokens.
+int64_t lane_stream_launch_tokens(const LaneStreamPlan& plan, const void* x);
+
+// y[M, N] = x[M, K] * W^T (+ bias[N]), M <= lane_stream_launch_tokens(). `overlap_launch` lets the kernel start before its
 // predecessor in the stream has finished (programmatic dependent launch): the weight must not be written by
 // that predecessor.
 cudaError_t launch_lane_stream_linear(const LaneStreamPlan& plan, LaneStreamType type, const uint8_t* data,

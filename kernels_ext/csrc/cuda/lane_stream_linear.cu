@@ -1,4 +1,4 @@
-// Lane-stream sparse linear for 1 to 16 tokens (decode), sm_90 and newer.
+// Lane-stream sparse linear for 1 to 32 tokens (decode), sm_90 and newer.
 //
 //   y[M,N] = x[M,K] * W[N,K]^T (+ bias[N])     x, y, bias fp16 or bf16; W packed (formats/LANE_STREAM.md)
 //
@@ -9,7 +9,8 @@
 //           stores its fp32 part, and the one that arrives last adds all parts in a fixed order, so the result does
 //           not depend on timing.
 // Memory:   shared = warps * plan.ring_bytes() + barriers + x of a slice in fragment order (16 bytes a column for up
-//           to 8 tokens, 32 for up to 16). W is read once, by bulk copies, evict-first; x comes from L2.
+//           to 8 tokens, 32 for more). W is read once, by bulk copies, evict-first; x comes from L2. Tokens 17 to 32
+//           have no room beside the rings: every warp reads theirs from L2, a half tile or two before they are wanted.
 // Limits:   any N, K; M <= kMaxTokens. x rows on 16 bytes are read as vectors, others element by element.
 // Bound by: reads of W at sparsity 0.5 and below: without decoding, a launch takes 94 to 97% of the time (H200, 8192
 //           x 28672 and 28672 x 4096, 8 tokens). Decoding issues 4.75 SASS instructions an element, all of the loop
@@ -43,6 +44,40 @@ struct LinearArguments {
 };
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+
+// Tokens 8 * tile ... of x as B fragments straight from global memory, for half tiles in the order of a stream.
+template <typename T, int kFirstTile, int kCount>
+class GlobalTokens {
+ public:
+  __device__ GlobalTokens(const LinearArguments& arguments, int64_t first_column, int lane)
+      : K_(arguments.plan.K), column_(first_column + lane % 4 * 8) {
+#pragma unroll
+    for (int t = 0; t < kCount; ++t) {
+      const int token = (kFirstTile + t) * 8 + lane / 4;
+      row_[t] = token < arguments.M ? static_cast<const T*>(arguments.x) + token * K_ : nullptr;
+    }
+  }
+
+  // The fragments of a half tile that begins `column` columns into the slice; past M or K they are zero.
+  __device__ void load(int column, uint4 (&fragment)[kCount]) const {
+    const int64_t at = column_ + column;
+#pragma unroll
+    for (int t = 0; t < kCount; ++t) {
+      fragment[t] = row_[t] != nullptr && at < K_ ? *reinterpret_cast<const uint4*>(row_[t] + at) : uint4{0, 0, 0, 0};
+    }
+  }
+
+ private:
+  int64_t K_;
+  int64_t column_;
+  const T* row_[kCount];
+};
+
+template <typename T, int kFirstTile>
+class GlobalTokens<T, kFirstTile, 0> {
+ public:
+  __device__ GlobalTokens(const LinearArguments&, int64_t, int) {}
+};
 
 // Brings x[0:M, first_column : first_column + tiles * 64] to shared memory in B-fragment order: 16 bytes a lane for
 // each (tile, half tile of 32 columns, token tile of 8). Within a half tile lane (token g, quarter t) takes columns
@@ -132,7 +167,7 @@ __device__ void combine_parts(const LinearArguments& arguments, int strip, int p
   if (lane == 0) arguments.arrivals[strip] = 0;
   float sums[2][kTokenTiles][4] = {};
   const float4* partials = strip_partials<kTokenTiles>(arguments, strip, lane);
-#pragma unroll(kTokenTiles == 1 ? 8 : 4)  // loads in flight together
+#pragma unroll(kTokenTiles == 1 ? 8 : kTokenTiles == 2 ? 4 : 1)  // loads in flight together
   for (int p = 0; p < parts; ++p) {
 #pragma unroll
     for (int f = 0; f < kFragments; ++f) {
@@ -149,10 +184,12 @@ __device__ void combine_parts(const LinearArguments& arguments, int strip, int p
 
 #endif
 
-template <typename T, int kTiles, int kTokenTiles>
+template <typename T, int kTiles, int kSharedTiles, int kGlobalTiles>
 __global__ void __launch_bounds__(kMaxWarps * 32, 1)
     lane_stream_linear_kernel(const __grid_constant__ LinearArguments arguments) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  constexpr int kTokenTiles = kSharedTiles + kGlobalTiles;
+  constexpr int kHalfTiles = kTiles * 2;  // of a group
   extern __shared__ __align__(128) uint8_t shared[];
   const LaneStreamPlan& plan = arguments.plan;
   const int lane = static_cast<int>(threadIdx.x) % 32;
@@ -172,8 +209,8 @@ __global__ void __launch_bounds__(kMaxWarps * 32, 1)
 
   // From here on memory that the preceding kernel wrote or reads is touched: x, y, the workspace.
   ptx::griddepcontrol_wait();
-  load_x<T, kTokenTiles>(arguments, static_cast<int64_t>(slice) * groups_per_slice * (kTiles * kTileColumns),
-                         groups_per_slice * kTiles, x_shared);
+  const int64_t first_column = static_cast<int64_t>(slice) * groups_per_slice * (kTiles * kTileColumns);
+  load_x<T, kSharedTiles>(arguments, first_column, groups_per_slice * kTiles, x_shared);
 
   float sums[2][kTokenTiles][4] = {};
   const int first_strip = static_cast<int>(stream.first_group) / groups_per_slice;
@@ -183,6 +220,15 @@ __global__ void __launch_bounds__(kMaxWarps * 32, 1)
   // A strip whose part is stored but not counted yet, and its parts. Counting waits until the next group's refill is
   // on its way: the fence in it waits for the stores, and the ring would run dry meanwhile.
   int stored_strip = 0, stored_parts = 0;
+  const GlobalTokens<T, kSharedTiles, kGlobalTiles> global_tokens(arguments, first_column, lane);
+  constexpr int kAhead = __CUDA_ARCH__ < 1200 ? 2 : 0;  // half tiles; more would not fit the registers
+  uint4 x_ahead[2][kGlobalTiles > 0 ? kGlobalTiles : 1];
+  if constexpr (kGlobalTiles > 0) {
+#pragma unroll
+    for (int h = 0; h < kAhead; ++h) {
+      global_tokens.load(group_in_strip * (kTiles * kTileColumns) + h * 32, x_ahead[h]);
+    }
+  }
   while (reader.group < reader.group_count) {
     GroupMasks<kTiles> masks;
     reader.next_group(masks, lane);
@@ -190,17 +236,30 @@ __global__ void __launch_bounds__(kMaxWarps * 32, 1)
       combine_parts<T, kTokenTiles>(arguments, stored_strip, stored_parts, lane);
       stored_parts = 0;
     }
-    const uint32_t x_group = x_lane + static_cast<uint32_t>(group_in_strip * (kTiles * 2 * kTokenTiles * 512));
+    const uint32_t x_group = x_lane + static_cast<uint32_t>(group_in_strip * (kHalfTiles * kSharedTiles * 512));
+    const int column = group_in_strip * (kTiles * kTileColumns);
+    // After a strip's last group comes the next strip's first.
+    const int next_column = group_in_strip + 1 < groups_per_slice ? column + kTiles * kTileColumns : 0;
 #pragma unroll
     for (int tile = 0; tile < kTiles; ++tile) {
 #pragma unroll
       for (int half_tile = 0; half_tile < 2; ++half_tile) {
         reader.wrap();
+        const int h = tile * 2 + half_tile;
         uint4 x_fragment[kTokenTiles];
 #pragma unroll
-        for (int t = 0; t < kTokenTiles; ++t) {
-          x_fragment[t] =
-              ptx::ld_shared_v4(x_group + static_cast<uint32_t>(((tile * 2 + half_tile) * kTokenTiles + t) * 512));
+        for (int t = 0; t < kSharedTiles; ++t) {
+          x_fragment[t] = ptx::ld_shared_v4(x_group + static_cast<uint32_t>((h * kSharedTiles + t) * 512));
+        }
+        if constexpr (kGlobalTiles > 0) {
+          if constexpr (kAhead == 0) global_tokens.load(column + h * 32, x_ahead[0]);
+#pragma unroll
+          for (int t = 0; t < kGlobalTiles; ++t) x_fragment[kSharedTiles + t] = x_ahead[kAhead > 0 ? half_tile : 0][t];
+          if constexpr (kAhead > 0) {
+            const int ahead = h + kAhead;
+            global_tokens.load(ahead < kHalfTiles ? column + ahead * 32 : next_column + (ahead - kHalfTiles) * 32,
+                               x_ahead[half_tile]);
+          }
         }
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
@@ -273,10 +332,10 @@ cudaError_t prepare_kernel(Kernel kernel, std::atomic<uint64_t>& prepared_device
   return cudaSuccess;
 }
 
-template <typename T, int kTiles, int kTokenTiles>
+template <typename T, int kTiles, int kSharedTiles, int kGlobalTiles>
 cudaError_t launch(const LinearArguments& arguments, bool overlap_launch, cudaStream_t stream) {
   static std::atomic<uint64_t> prepared_devices{0};
-  const auto kernel = lane_stream_linear_kernel<T, kTiles, kTokenTiles>;
+  const auto kernel = lane_stream_linear_kernel<T, kTiles, kSharedTiles, kGlobalTiles>;
   if (const cudaError_t error = prepare_kernel(kernel, prepared_devices); error != cudaSuccess) return error;
   const LaneStreamPlan& plan = arguments.plan;
   cudaLaunchConfig_t config = {};
@@ -292,16 +351,22 @@ cudaError_t launch(const LinearArguments& arguments, bool overlap_launch, cudaSt
   return cudaLaunchKernelEx(&config, kernel, arguments);
 }
 
+template <typename T, int kTiles>
+cudaError_t launch_for_tokens(const LinearArguments& arguments, bool overlap_launch, cudaStream_t stream) {
+  if (arguments.M <= 8) return launch<T, kTiles, 1, 0>(arguments, overlap_launch, stream);
+  if constexpr (kTiles == 2) {
+    if (arguments.M > kMaxSharedTokens) return launch<T, kTiles, 2, 2>(arguments, overlap_launch, stream);
+  }
+  return launch<T, kTiles, 2, 0>(arguments, overlap_launch, stream);
+}
+
 template <typename T>
 cudaError_t launch_for_tiles(const LinearArguments& arguments, bool overlap_launch, cudaStream_t stream) {
-  const bool one_token_tile = arguments.M <= 8;
   switch (arguments.plan.group_tiles) {
     case 2:
-      return one_token_tile ? launch<T, 2, 1>(arguments, overlap_launch, stream)
-                            : launch<T, 2, 2>(arguments, overlap_launch, stream);
+      return launch_for_tokens<T, 2>(arguments, overlap_launch, stream);
     case 4:
-      return one_token_tile ? launch<T, 4, 1>(arguments, overlap_launch, stream)
-                            : launch<T, 4, 2>(arguments, overlap_launch, stream);
+      return launch_for_tokens<T, 4>(arguments, overlap_launch, stream);
     default:
       return cudaErrorInvalidValue;
   }
@@ -319,6 +384,12 @@ int64_t lane_stream_workspace_bytes(const LaneStreamPlan& plan) {
          plan.strips() * plan.k_slices * plan.max_parts_per_slice() * fragments * 32 * int64_t{sizeof(float4)};
 }
 
+int64_t lane_stream_launch_tokens(const LaneStreamPlan& plan, const void* x) {
+  // Tokens past the shared ones are read as vectors. With groups of four tiles the registers do not hold them.
+  const bool vectors = plan.K % 8 == 0 && reinterpret_cast<uintptr_t>(x) % 16 == 0;
+  return vectors && plan.group_tiles == 2 ? kMaxTokens : kMaxSharedTokens;
+}
+
 int64_t lane_stream_shared_bytes(const LaneStreamPlan& plan, int64_t M) {
   const int64_t before_x = int64_t{plan.warps_per_block} * plan.ring_bytes() + plan.barrier_bytes();
   const int64_t token_tiles = M <= 8 ? 1 : 2;
@@ -329,7 +400,7 @@ cudaError_t launch_lane_stream_linear(const LaneStreamPlan& plan, LaneStreamType
                                       const LaneStreamDescriptor* descriptors, const void* x, const void* bias, void* y,
                                       void* workspace, int64_t M, bool overlap_launch, cudaStream_t stream) {
   if (M == 0) return cudaSuccess;
-  if (M < 0 || M > kMaxTokens) return cudaErrorInvalidValue;
+  if (M < 0 || M > lane_stream_launch_tokens(plan, x)) return cudaErrorInvalidValue;
   LinearArguments arguments = {};
   arguments.plan = plan;
   arguments.data = data;
