@@ -17,17 +17,9 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
-import time
-from collections.abc import Callable
 from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
 
-# Decoder layers from SmolLM2-135M to 7B: qkv, o, gate_up, down.
-SHAPES = [(576, 576), (3072, 576), (576, 1536), (4096, 4096)]
-SPARSITIES = [0.3, 0.5, 0.7]
-GIVE_UP = 3.0
 TABLE = Path(__file__).parents[1] / "kernels_ext" / "tables" / "cpu_default.json"
 
 
@@ -45,36 +37,15 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def lowest_tenths(functions: list[Callable[[int], object]], rotate: int, seconds: float) -> list[float]:
-    """Time the functions in turn; each is called with the number of the weight to use.
-
-    They are half a rotation apart, so that none finds in a cache what another has just read.
-    """
-    times: list[list[float]] = [[] for _ in functions]
-    end = time.perf_counter() + seconds * len(functions)
-    turn = 0
-    while turn < 5 or time.perf_counter() < end:
-        for position, (function, kept) in enumerate(zip(functions, times, strict=True)):
-            weight = (turn + position * rotate // len(functions)) % rotate
-            start = time.perf_counter()
-            function(weight)
-            kept.append(time.perf_counter() - start)
-        turn += 1
-    return [sorted(kept)[len(kept) // 10] for kept in times]
-
-
 def main() -> None:
     arguments = parse_arguments()
     if arguments.isa == "avx2":  # read by torch and oneDNN when they load
         os.environ["ATEN_CPU_CAPABILITY"] = "avx2"
         os.environ["ONEDNN_MAX_CPU_ISA"] = "AVX2"
     import torch
-    import torch.nn.functional as F
-    from torch import Tensor
 
     import kernels_ext
-    from kernels_ext import BitmapWeight
-    from kernels_ext.dispatch import BUCKET_ENDS, m_bucket, parse_table
+    from kernels_ext import tune
 
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
@@ -82,55 +53,24 @@ def main() -> None:
     generator = torch.Generator().manual_seed(0)
     measurements: list[dict[str, object]] = []
 
-    def dense_kernel(x: Tensor, weights: list[Tensor], i: int) -> Tensor:
-        return kernels_ext.dense_linear(x, weights[i], isa=isa)
-
-    def dense_torch(x: Tensor, weights: list[Tensor], i: int) -> Tensor:
-        return F.linear(x, weights[i])
-
-    def bitmap_kernel(x: Tensor, weights: list[BitmapWeight], i: int) -> Tensor:
-        return kernels_ext.bitmap_linear(x, weights[i], isa=isa)
-
-    def bitmap_torch(scratch: Tensor, x: Tensor, weights: list[BitmapWeight], i: int) -> Tensor:
-        return F.linear(x, kernels_ext.bitmap_unpack(weights[i], out=scratch, isa=isa))
-
     def measure(format: str, N: int, K: int, dtype: torch.dtype, sparsity: float) -> None:
-        rotate = max(2, arguments.cold_bytes // (N * K * dtype.itemsize))
-        weight = torch.randn(N, K, generator=generator).to(dtype)
-        weight.masked_fill_(torch.rand(N, K, generator=generator) < sparsity, 0.0)
-        weights: list[Tensor] | list[BitmapWeight]
-        if format == "dense":
-            weights = [weight.clone() for _ in range(rotate)]
-            kernel, torch_linear = dense_kernel, dense_torch
-        else:
-            weights = [kernels_ext.bitmap_pack(weight) for _ in range(rotate)]
-            kernel, torch_linear = bitmap_kernel, partial(bitmap_torch, torch.empty_like(weight))
-        for M in (*BUCKET_ENDS, 2 * BUCKET_ENDS[-1]):
-            x = torch.randn(M, K, generator=generator).to(dtype)
-            ours, theirs = lowest_tenths(
-                [partial(kernel, x, weights), partial(torch_linear, x, weights)], rotate, arguments.seconds
+        weight = tune.pruned_weight(N, K, dtype, sparsity, generator)
+        measurements.extend(
+            tune.measure_cpu(
+                format,
+                weight,
+                sparsity,
+                seconds=arguments.seconds,
+                cold_bytes=arguments.cold_bytes,
+                isa=isa,
             )
-            measurements.append(
-                {
-                    "isa": isa,
-                    "format": format,
-                    "dtype": str(dtype).removeprefix("torch."),
-                    "N": N,
-                    "K": K,
-                    "sparsity": sparsity,
-                    "bucket": m_bucket(M),
-                    "kernel_seconds": float(f"{ours:.3g}"),
-                    "dense_seconds": float(f"{theirs:.3g}"),
-                }
-            )
-            if ours > GIVE_UP * theirs:
-                break
+        )
 
     with torch.inference_mode():
         for name in arguments.dtypes:
-            for N, K in SHAPES:
+            for N, K in tune.CPU_SHAPES:
                 measure("dense", N, K, getattr(torch, name), 0.0)
-                for sparsity in SPARSITIES:
+                for sparsity in tune.SPARSITIES:
                     measure("bitmap", N, K, getattr(torch, name), sparsity)
                 print(f"{isa} {name} {N}x{K}: {len(measurements)} measurements", flush=True)
 
@@ -145,31 +85,15 @@ def main() -> None:
         "made_by": "benchmarks/fit_dispatch.py",
         "made_on": datetime.now(UTC).date().isoformat(),
         "machine": {
-            "processor": processor_name(),
+            "processor": tune.processor_name(),
             "threads": torch.get_num_threads(),
             "torch": torch.__version__,
             "read_bytes_per_second": float(f"{kernels_ext.measure_read_bandwidth(2.0):.3g}"),
         },
         "measurements": measurements,
     }
-    parse_table(table, name=arguments.out.stem, isa=isa)
-    lines = ",\n".join(f"    {json.dumps(m)}" for m in measurements)
-    head = json.dumps({**table, "measurements": []}, indent=2)
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    arguments.out.write_text(
-        head.replace('"measurements": []', f'"measurements": [\n{lines}\n  ]') + "\n", encoding="utf-8"
-    )
+    tune.write_table(arguments.out, table)
     print(f"wrote {arguments.out}: {len(measurements)} measurements")
-
-
-def processor_name() -> str:
-    """The processor's name as the system gives it."""
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        for line in cpuinfo.read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
 
 
 if __name__ == "__main__":

@@ -1,8 +1,10 @@
 """Which code multiplies a layer's weight: a choice by measured cost, with a reason that can be printed.
 
-`choose` is pure: it looks a layer up in a table of measured times and compares. The table that ships is
-tables/cpu_default.json, written by benchmarks/fit_dispatch.py; run that on your own machine for a table of
-its own. Where a table has nothing near a layer, a rule of thumb decides, and the reason says so.
+`choose` is pure: it looks a layer up in a table of measured times and compares. Two tables ship in tables/:
+cpu_default.json, written by benchmarks/fit_dispatch.py, and cuda_default.json, measured on an H200.
+`lacunar tune` measures this machine's processor or GPU and keeps the table in the cache directory, where
+`default_table` finds it; what it lacks is looked up in the shipped one. Where no table has anything near a
+layer, a rule of thumb decides, and the reason says so.
 
 Backends on a CPU: for a bitmap-stored weight `bitmap_<isa>`, or `dense`, which decompresses the weight into a
 scratch buffer and calls torch; for a dense-stored weight `dense_<isa>`, this package's small-M kernel, or
@@ -15,19 +17,27 @@ from __future__ import annotations
 import functools
 import json
 import math
+import os
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 
+from .lane_stream import MAX_CALL_TOKENS
 from .ops import DTYPES, ISAS, cpu_isa
 
 TABLE_VERSION: Final = 1
 DEFAULT_TABLE: Final = Path(__file__).parent / "tables" / "cpu_default.json"
+DEFAULT_CUDA_TABLE: Final = Path(__file__).parent / "tables" / "cuda_default.json"
 FORMATS: Final = ("bitmap", "dense", "lane_stream")
-MEASURED_FORMATS: Final = ("bitmap", "dense")  # that a table may hold
+# That a table may hold: of a processor, of a GPU.
+MEASURED_FORMATS: Final = ("bitmap", "dense")
+MEASURED_CUDA_FORMATS: Final = ("lane_stream",)
+# What `default_table` looks for where torch sees no GPU.
+NO_GPU: Final = "no GPU"
 
 # The last M of each bucket; the times of a bucket are measured at it. Above the last all are one bucket.
 BUCKET_ENDS: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -56,17 +66,17 @@ class Measurement:
     """Times of one product: this package's kernel against torch's.
 
     Attributes:
-        isa: the instruction set of the kernel.
-        format: how the weight is stored, one of MEASURED_FORMATS.
+        target: the instruction set of the kernel, or the GPU's name; "isa" or "gpu" in a table's file.
+        format: how the weight is stored, one of MEASURED_FORMATS or MEASURED_CUDA_FORMATS.
         dtype: "float32", "bfloat16" or "float16".
         N, K: shape of the weight.
         sparsity: share of zeros; 0 for a dense-stored weight.
         bucket: the bucket of M.
-        kernel_seconds: time of bitmap_<isa> or dense_<isa> at the bucket's largest M.
+        kernel_seconds: time of bitmap_<isa>, dense_<isa> or lane_stream at the bucket's largest M.
         dense_seconds: time of the `dense` backend, decompressing included.
     """
 
-    isa: str
+    target: str
     format: str
     dtype: str
     N: int
@@ -79,17 +89,22 @@ class Measurement:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Measured times, and the instruction set that this process's kernels use.
+    """Measured times, and what this process multiplies with.
 
     Attributes:
         name: what reasons call it, such as the file's name.
-        isa: one of the names in `kernels_ext.ops.ISAS`; measurements of another are not used.
-        measurements: by (isa, format, dtype, bucket).
+        target: one of the names in `kernels_ext.ops.ISAS`, or a GPU's name; measurements of another are not
+            used.
+        measurements: by (target, format, dtype, bucket).
+        fallback: where to look for what this table has nothing near of.
+        source: where it came from, for people.
     """
 
     name: str
-    isa: str
+    target: str
     measurements: Mapping[tuple[str, str, str, str], tuple[Measurement, ...]]
+    fallback: Table | None = None
+    source: str = ""
 
 
 def m_bucket(M: int) -> str:
@@ -132,71 +147,102 @@ def choose(
     """
     if format not in FORMATS:
         raise ValueError(f"dispatch: format must be one of {', '.join(FORMATS)}, got {format!r}")
-    if device == "cuda":
-        return _choose_cuda(format, M)
-    if device != "cpu":
+    if device not in ("cpu", "cuda"):
         raise ValueError(f"dispatch: device must be cpu or cuda, got {device!r}")
-    if format == "lane_stream":
+    if device == "cuda" and format == "dense":
+        return Choice("dense", "call cuBLAS: the weight is stored dense")
+    if device == "cuda" and format == "bitmap":
+        return Choice("dense", "decompress and call cuBLAS: no CUDA kernel multiplies by a bitmap")
+    if device == "cpu" and format == "lane_stream":
         raise ValueError("dispatch: lane_stream weights are for CUDA devices, got device 'cpu'")
+    if format == "lane_stream" and M > MAX_CALL_TOKENS:
+        return Choice("dense", f"decompress and call cuBLAS: the kernel takes up to {MAX_CALL_TOKENS} tokens")
 
     dtype_name = str(dtype).removeprefix("torch.")
     bucket = m_bucket(M)
-    kernel = f"{format}_{table.isa}"
-    near = _nearest(table, format, dtype_name, bucket, N, K, sparsity if format == "bitmap" else 0.0)
+    kernel = format if format == "lane_stream" else f"{format}_{table.target}"
+    near, holder = _nearest(table, format, dtype_name, bucket, N, K, 0.0 if format == "dense" else sparsity)
     if near is None:
         limit = RULE_OF_THUMB_MAX_M[format]
         wins = limit >= M
+        what = "decompress and call cuBLAS" if format == "lane_stream" else "dense"
         return Choice(
             kernel if wins else "dense",
-            f"rule of thumb, {kernel} up to M={limit} and dense above: table {table.name} has nothing near "
-            f"{N}x{K} {dtype_name} at sparsity {sparsity:.2f} and M={bucket} for {table.isa}",
+            f"rule of thumb, {kernel} up to M={limit}, {what} above: table {table.name} has nothing near "
+            f"{N}x{K} {dtype_name} at sparsity {sparsity:.2f} and M={bucket} for {table.target}",
         )
     ours, theirs = near.kernel_seconds, near.dense_seconds
-    at = f"{near.N}x{near.K} {dtype_name}"
-    if format == "bitmap":
+    at = f"{near.N}x{near.K} {near.dtype}"
+    if format != "dense":
         at += f" at sparsity {near.sparsity:.2f}"
     figures = f"{kernel} {ours * 1e6:.0f} us, dense {theirs * 1e6:.0f} us for M={bucket}, {at}"
-    return Choice(kernel if ours <= theirs else "dense", f"measured: {figures} (table {table.name})")
-
-
-def _choose_cuda(format: str, M: int) -> Choice:
-    if format == "dense":
-        return Choice("dense", "call cuBLAS: the weight is stored dense")
-    if format == "bitmap":
-        return Choice("dense", "decompress and call cuBLAS: no CUDA kernel multiplies by a bitmap")
-    limit = RULE_OF_THUMB_MAX_M[format]
-    if limit >= M:
-        return Choice("lane_stream", f"the lane-stream kernel takes up to {limit} tokens")
-    return Choice("dense", f"decompress and call cuBLAS: above {limit} tokens")
+    return Choice(kernel if ours <= theirs else "dense", f"measured: {figures} (table {holder.name})")
 
 
 def _nearest(
     table: Table, format: str, dtype: str, bucket: str, N: int, K: int, sparsity: float
-) -> Measurement | None:
+) -> tuple[Measurement | None, Table]:
+    """The nearest measurement that is near enough, and the table that holds it."""
+
     def distance(m: Measurement) -> tuple[float, float]:
         shape = abs(math.log2(max(N, 1) / m.N)) + abs(math.log2(max(K, 1) / m.K))
         return shape, abs(sparsity - m.sparsity)
 
-    usable = [
-        m
-        for m in table.measurements.get((table.isa, format, dtype, bucket), ())
-        if distance(m)[0] <= _MAX_SHAPE_DISTANCE and distance(m)[1] <= _MAX_SPARSITY_DISTANCE
-    ]
-    return min(usable, key=distance, default=None)
+    # A lane-stream kernel takes as long for one 16-bit type as for the other, and so does cuBLAS.
+    dtypes = dict.fromkeys((dtype, "bfloat16", "float16")) if format == "lane_stream" else (dtype,)
+    searched: Table | None = table
+    while searched is not None:
+        for name in dtypes:
+            usable = [
+                m
+                for m in searched.measurements.get((searched.target, format, name, bucket), ())
+                if distance(m)[0] <= _MAX_SHAPE_DISTANCE and distance(m)[1] <= _MAX_SPARSITY_DISTANCE
+            ]
+            if usable:
+                return min(usable, key=distance), searched
+        searched = searched.fallback
+    return None, table
+
+
+def device_target(device: str) -> str:
+    """What tables call this machine's processor ("cpu") or torch's current GPU ("cuda")."""
+    if device == "cpu":
+        return cpu_isa()
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else NO_GPU
+
+
+def cached_table_path(target: str) -> Path:
+    """Where `lacunar tune` keeps a target's table: $XDG_CACHE_HOME/lacunar/dispatch, by default below
+    ~/.cache."""
+    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return base / "lacunar" / "dispatch" / (re.sub(r"[^a-z0-9]+", "-", target.lower()).strip("-") + ".json")
 
 
 @functools.cache
-def default_table() -> Table:
-    """The table that ships, for this machine's instruction set."""
-    return load_table(DEFAULT_TABLE)
+def default_table(device: str = "cpu") -> Table:
+    """This machine's own table where `lacunar tune` made one, before the one that ships.
+
+    Raises:
+        ValueError: the machine's own table is damaged; the message names the file.
+    """
+    target = device_target(device)
+    shipped_path = DEFAULT_TABLE if device == "cpu" else DEFAULT_CUDA_TABLE
+    shipped = replace(load_table(shipped_path, target), source=f"{shipped_path.stem} (shipped)")
+    own = cached_table_path(target)
+    if not own.exists():
+        return shipped
+    try:
+        return replace(load_table(own, target), fallback=shipped, source=f"{own} (measured here)")
+    except ValueError as error:
+        raise ValueError(f"{error}. Delete {own}, or run lacunar tune again") from error
 
 
-def load_table(path: Path, isa: str | None = None) -> Table:
-    """Read a table that benchmarks/fit_dispatch.py wrote.
+def load_table(path: Path, target: str | None = None) -> Table:
+    """Read a table that `lacunar tune` or benchmarks/fit_dispatch.py wrote.
 
     Args:
         path: a JSON file.
-        isa: choose for this instruction set; None for this machine's.
+        target: choose for this instruction set or GPU; None for this machine's instruction set.
 
     Raises:
         ValueError: the file is not a valid table; the message says where and why.
@@ -206,10 +252,10 @@ def load_table(path: Path, isa: str | None = None) -> Table:
         content = json.loads(path.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
         raise ValueError(f"{path}: not JSON: {error}") from error
-    return parse_table(content, name=path.stem, isa=isa or cpu_isa())
+    return parse_table(content, name=path.stem, target=target or cpu_isa())
 
 
-def parse_table(content: Any, *, name: str, isa: str) -> Table:
+def parse_table(content: Any, *, name: str, target: str) -> Table:
     """Validate a table's decoded JSON.
 
     Raises:
@@ -224,19 +270,22 @@ def parse_table(content: Any, *, name: str, isa: str) -> Table:
     grouped: dict[tuple[str, str, str, str], list[Measurement]] = {}
     for index, entry in enumerate(entries):
         m = _parse_measurement(f"table {name}: measurements[{index}]", entry)
-        grouped.setdefault((m.isa, m.format, m.dtype, m.bucket), []).append(m)
-    return Table(name, isa, {key: tuple(group) for key, group in grouped.items()})
+        grouped.setdefault((m.target, m.format, m.dtype, m.bucket), []).append(m)
+    return Table(name, target, {key: tuple(group) for key, group in grouped.items()})
 
 
 def _parse_measurement(where: str, entry: Any) -> Measurement:
-    names = Measurement.__dataclass_fields__.keys()
+    kind = "gpu" if isinstance(entry, dict) and "gpu" in entry else "isa"
+    names = Measurement.__dataclass_fields__.keys() - {"target"} | {kind}
     if not isinstance(entry, dict) or entry.keys() != names:
         got = sorted(entry) if isinstance(entry, dict) else type(entry).__name__
         raise ValueError(f"{where}: expected the members {sorted(names)}, got {got}")
+    if kind == "gpu" and (not isinstance(entry["gpu"], str) or not entry["gpu"]):
+        raise ValueError(f"{where}: gpu must be a GPU's name, got {entry['gpu']!r}")
     buckets = {m_bucket(end) for end in BUCKET_ENDS} | {_OVER}
     for member, allowed in (
-        ("isa", ISAS.keys()),
-        ("format", MEASURED_FORMATS),
+        *([("isa", ISAS.keys())] if kind == "isa" else []),
+        ("format", MEASURED_FORMATS if kind == "isa" else MEASURED_CUDA_FORMATS),
         ("dtype", [str(d).removeprefix("torch.") for d in DTYPES]),
         ("bucket", buckets),
     ):
@@ -251,4 +300,4 @@ def _parse_measurement(where: str, entry: Any) -> Measurement:
             raise ValueError(f"{where}: {member} must be a finite number of at least 0, got {value!r}")
     if entry["sparsity"] > 1:
         raise ValueError(f"{where}: sparsity must be at most 1, got {entry['sparsity']!r}")
-    return Measurement(**entry)
+    return Measurement(target=entry[kind], **{name: entry[name] for name in names - {kind}})

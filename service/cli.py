@@ -418,6 +418,60 @@ def inspect(
         _fail(f"{model} cannot be served: {inspection.problem}", EXIT_FAILED)
 
 
+@app.command(epilog="Example: `lacunar tune --device cuda`")
+def tune(
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
+    dtype: Annotated[
+        list[str] | None,
+        typer.Option(help="float32, bfloat16 or float16; repeat. A GPU needs one 16-bit type. [bfloat16]"),
+    ] = None,
+    seconds: Annotated[float, typer.Option(min=1.0, help="About how long to measure.")] = 45.0,
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="CPU threads, as for serve. Default: the physical cores.")
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Write the table here instead of the cache directory.", show_default=False),
+    ] = None,
+) -> None:
+    """Measure which kernels are fastest on this machine, so that `lacunar serve` chooses by its own figures.
+
+    The table goes to `$XDG_CACHE_HOME/lacunar/dispatch` (by default `~/.cache/lacunar/dispatch`), a file for
+    each processor or GPU. From then on serve and inspect use it and say so; what it lacks comes from the
+    table that ships. Delete the file to go back. Run it while nothing else runs.
+    """
+    import torch
+
+    from kernels_ext import dispatch
+    from kernels_ext.tune import tune as measure
+    from kernels_ext.tune import write_table
+    from service.engine.resources import usable_threads
+    from service.model.linear import require_device
+    from service.pruning.progress import shown_progress
+
+    allowed = ("bfloat16", "float16") if device == "cuda" else ("bfloat16", "float16", "float32")
+    names = dtype or ["bfloat16"]
+    if device not in ("cpu", "cuda"):
+        raise SettingsError(f"device is {device!r}, but must be cpu or cuda", param="device")
+    for name in names:
+        if name not in allowed:
+            raise SettingsError(
+                f"dtype is {name!r}, but on {device} must be one of {', '.join(allowed)}", param="dtype"
+            )
+    require_device(device)
+    torch.set_num_threads(threads or usable_threads())
+    path = out or dispatch.cached_table_path(dispatch.device_target(device))
+    with torch.inference_mode(), shown_progress() as progress:
+        table = measure(
+            device,
+            dtypes=[getattr(torch, name) for name in names],
+            seconds=seconds,
+            progress=lambda share: progress("measuring", share),
+        )
+    write_table(path, table)
+    typer.echo(f"{path}: {len(table['measurements'])} measurements of {dispatch.device_target(device)}")
+
+
 @app.command(epilog="Example: `lacunar demo --once` posts two requests, scrapes /metrics and stops.")
 def demo(
     once: Annotated[

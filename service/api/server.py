@@ -166,10 +166,11 @@ async def serve_context(
         address = _address(listener)
         build = context.engine.info.build
         logger.info(
-            "CPU kernels: %s; CUDA kernels: %s (%s)",
+            "CPU kernels: %s; CUDA kernels: %s (%s); dispatch table: %s",
             build["cpu_isa"],
             build["cuda_kernels"],
             build["cuda_reason"],
+            build["dispatch_table"],
         )
         if context.max_sequence_tokens < context.engine.info.max_model_len:
             logger.warning(

@@ -10,7 +10,7 @@ from typing import Literal
 
 import msgspec
 
-BUILD_FACTS = ("python", "torch", "threads", "cpu_isa", "cuda_kernels", "cuda_reason")
+BUILD_FACTS = ("python", "torch", "threads", "cpu_isa", "cuda_kernels", "cuda_reason", "dispatch_table")
 """What `EngineInfo.build` says of the engine process and its compiled kernels."""
 
 FinishReason = Literal["stop", "length", "abort", "error"]

@@ -355,7 +355,7 @@ class Worker:
                 "python": platform.python_version(),
                 "torch": str(torch.__version__),  # msgspec takes no subclass of str
                 "threads": str(torch.get_num_threads()),
-                **kernel_facts(),
+                **kernel_facts(spec.device.type),
             },
             layers=layers,
         )

@@ -25,7 +25,7 @@ from kernels_ext import (
 )
 from kernels_ext.lane_stream import DTYPES as LANE_STREAM_DTYPES
 from kernels_ext.lane_stream import estimated_bytes as lane_stream_bytes
-from service.errors import BackendUnavailable
+from service.errors import BackendUnavailable, SettingsError
 
 from .interface import LayerReport
 
@@ -279,16 +279,18 @@ def pack(weight: Tensor | BitmapWeight, stored: Format, room: BitmapWeight | Non
     return weight if isinstance(weight, BitmapWeight) else bitmap_pack(weight, out=room)
 
 
-def kernel_facts() -> dict[str, str]:
+def kernel_facts(device: str = "cpu") -> dict[str, str]:
     """What the compiled kernels are here, for the log, /version and /metrics.
 
-    Keys: ``cpu_isa``, ``cuda_kernels`` ("yes" or "no") and ``cuda_reason``: how they were built, or why not.
+    Keys: ``cpu_isa``, ``cuda_kernels`` ("yes" or "no"), ``cuda_reason``: how they were built, or why not, and
+    ``dispatch_table``: where the device's measured times come from.
     """
     build = build_info()
     return {
         "cpu_isa": build.cpu_isa,
         "cuda_kernels": "yes" if build.cuda_loaded else "no",
         "cuda_reason": build.cuda_reason,
+        "dispatch_table": _table(device).source,
     }
 
 
@@ -338,11 +340,18 @@ def _has_kernel(op: str, key: str) -> bool:
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key(f"kernels_ext::{op}", key))
 
 
+def _table(device: str) -> dispatch.Table:
+    try:
+        return dispatch.default_table(device)
+    except ValueError as error:
+        raise SettingsError(str(error)) from error
+
+
 def _choose(
     stored: str, device: str, dtype: torch.dtype, N: int, K: int, sparsity: float, M: int
 ) -> dispatch.Choice:
     return dispatch.choose(
-        dispatch.default_table(), device=device, format=stored, dtype=dtype, N=N, K=K, sparsity=sparsity, M=M
+        _table(device), device=device, format=stored, dtype=dtype, N=N, K=K, sparsity=sparsity, M=M
     )
 
 

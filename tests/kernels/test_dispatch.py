@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 
 from kernels_ext import dispatch
 from kernels_ext.dispatch import Choice, Table, choose, m_bucket, parse_table
+from kernels_ext.tune import measure_cpu, pruned_weight, write_table
 
 
 def entry(**changes: object) -> dict[str, object]:
@@ -29,7 +31,7 @@ def entry(**changes: object) -> dict[str, object]:
 
 
 def table(*entries: dict[str, object], isa: str = "avx2") -> Table:
-    return parse_table({"version": 1, "measurements": list(entries)}, name="test", isa=isa)
+    return parse_table({"version": 1, "measurements": list(entries)}, name="test", target=isa)
 
 
 def ask(t: Table, **changes: Any) -> Choice:
@@ -135,6 +137,83 @@ def test_a_gpu_multiplies_lane_streams_up_to_their_kernels_limit() -> None:
     assert "decompress and call cuBLAS" in above.reason
 
 
+def gpu_entry(**changes: object) -> dict[str, object]:
+    made = entry(format="lane_stream", **changes)
+    made["gpu"] = made.pop("isa")
+    return {**made, "gpu": "NVIDIA H200"}
+
+
+def test_a_measured_gpu_decides_by_its_times_for_either_16_bit_type() -> None:
+    """The kernel and cuBLAS take as long for float16 as for bfloat16, so one is measured."""
+    t = table(gpu_entry(bucket="17-32"), gpu_entry(bucket="33-64", kernel_seconds=4e-5), isa="NVIDIA H200")
+    for dtype in (torch.float16, torch.bfloat16):
+        asked = {"device": "cuda", "format": "lane_stream", "dtype": dtype}
+        assert ask(t, M=32, **asked).backend == "lane_stream"
+        slower = ask(t, M=33, **asked)
+        assert slower.backend == "dense"
+        assert slower.reason == (
+            "measured: lane_stream 40 us, dense 30 us for M=33-64, 576x576 bfloat16 at sparsity 0.50 "
+            "(table test)"
+        )
+
+
+def test_another_gpus_measurements_are_not_used() -> None:
+    t = table(gpu_entry(kernel_seconds=9.0), isa="NVIDIA L4")
+    choice = ask(t, device="cuda", format="lane_stream")
+    assert choice.backend == "lane_stream"
+    assert choice.reason.startswith("rule of thumb")
+
+
+def test_no_table_sends_more_tokens_to_the_kernel_than_it_takes() -> None:
+    t = table(gpu_entry(bucket="257+", kernel_seconds=0.0), isa="NVIDIA H200")
+    assert ask(t, device="cuda", format="lane_stream", M=dispatch.MAX_CALL_TOKENS + 1).backend == "dense"
+
+
+def test_what_the_own_table_lacks_is_looked_up_in_its_fallback() -> None:
+    own = replace(table(entry(kernel_seconds=9.0)), name="own", fallback=table(entry(bucket="2")))
+    assert ask(own, M=1).reason.endswith("(table own)")
+    assert ask(own, M=2).reason.endswith("(table test)")
+    assert ask(own, M=3).reason.startswith("rule of thumb")
+
+
+def test_a_tuned_table_in_the_cache_directory_is_used_before_the_shipped_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(dispatch, "cpu_isa", lambda: "avx2")
+    path = dispatch.cached_table_path("avx2")
+    assert path == tmp_path / "lacunar" / "dispatch" / "avx2.json"
+    write_table(path, {"version": 1, "measurements": [entry(N=64, K=64, kernel_seconds=7.0)]})
+
+    read = dispatch.default_table.__wrapped__("cpu")
+
+    assert ask(read, N=64, K=64).reason.startswith("measured: bitmap_avx2 7000000 us")
+    assert "(table cpu_default)" in ask(read, N=4096, K=4096).reason
+    assert str(path) in read.source
+    path.write_text("{")
+    with pytest.raises(ValueError, match="run lacunar tune again"):
+        dispatch.default_table.__wrapped__("cpu")
+
+
+@pytest.mark.parametrize(("format", "sparsity"), [("bitmap", 0.5), ("dense", 0.0)])
+def test_tuning_measures_what_dispatch_reads(format: str, sparsity: float) -> None:
+    """From M=1 on, until the kernel has lost or the time is up."""
+    generator = torch.Generator().manual_seed(0)
+    weight = pruned_weight(64, 64, torch.bfloat16, sparsity, generator)
+    found = measure_cpu(format, weight, sparsity, seconds=0.001, cold_bytes=1)
+    t = parse_table({"version": 1, "measurements": found}, name="t", target=dispatch.cpu_isa())
+    assert ask(t, format=format, N=64, K=64).reason.startswith("measured")
+    late = measure_cpu(format, weight, sparsity, seconds=0.001, deadline=0.0)
+    assert [m["bucket"] for m in late] == ["1"]
+
+
+def test_the_shipped_gpu_table_covers_busy_decoding() -> None:
+    shipped = dispatch.load_table(dispatch.DEFAULT_CUDA_TABLE, "NVIDIA H200")
+    for N, K in ((4096, 4096), (28672, 4096), (4096, 14336)):
+        choice = ask(shipped, device="cuda", format="lane_stream", N=N, K=K, M=32)
+        assert choice.reason.startswith("measured"), choice
+
+
 def test_a_gpu_has_no_kernel_for_bitmaps_and_says_so() -> None:
     choice = ask(table(entry()), device="cuda")
     assert choice.backend == "dense"
@@ -167,6 +246,8 @@ def test_unknown_formats_and_devices_are_refused() -> None:
         ({"version": 1, "measurements": [3]}, r"measurements\[0\]: expected the members"),
         ({"version": 1, "measurements": [entry(), {**entry(), "speed": 1}]}, r"measurements\[1\]: expected"),
         ({"version": 1, "measurements": [entry(isa="sse")]}, "isa must be one of"),
+        ({"version": 1, "measurements": [{**gpu_entry(), "gpu": ""}]}, "gpu must be a GPU's name"),
+        ({"version": 1, "measurements": [{**gpu_entry(), "format": "bitmap"}]}, "format must be one of"),
         ({"version": 1, "measurements": [entry(bucket="5")]}, "bucket must be one of"),
         ({"version": 1, "measurements": [entry(N=0)]}, "N must be an integer of at least 1, got 0"),
         ({"version": 1, "measurements": [entry(N=True)]}, "N must be an integer"),
@@ -180,13 +261,13 @@ def test_unknown_formats_and_devices_are_refused() -> None:
 )
 def test_a_bad_table_is_refused_with_its_place(content: Any, message: str) -> None:
     with pytest.raises(ValueError, match=f"table test: .*{message}|table test: {message}"):
-        parse_table(content, name="test", isa="avx2")
+        parse_table(content, name="test", target="avx2")
 
 
 def test_a_table_is_read_from_a_file(tmp_path: Path) -> None:
     path = tmp_path / "mine.json"
     path.write_text(json.dumps({"version": 1, "measurements": [entry()]}))
-    assert ask(dispatch.load_table(path, isa="avx2")).reason.endswith("(table mine)")
+    assert ask(dispatch.load_table(path, "avx2")).reason.endswith("(table mine)")
     path.write_text("{")
     with pytest.raises(ValueError, match=r"mine.json: not JSON"):
         dispatch.load_table(path)
@@ -195,7 +276,7 @@ def test_a_table_is_read_from_a_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize("isa", ["avx2", "avx512"])
 def test_the_shipped_table_covers_decoding(isa: str) -> None:
     """For the shapes of small and large models, each dtype and both formats at M=1."""
-    shipped = dispatch.load_table(dispatch.DEFAULT_TABLE, isa=isa)
+    shipped = dispatch.load_table(dispatch.DEFAULT_TABLE, isa)
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         for N, K in ((960, 576), (576, 1536), (4096, 14336), (49152, 576)):
             for format in dispatch.MEASURED_FORMATS:
@@ -203,5 +284,10 @@ def test_the_shipped_table_covers_decoding(isa: str) -> None:
                 assert choice.reason.startswith("measured"), (dtype, N, K, format, choice)
 
 
-def test_the_default_table_is_the_shipped_one_for_this_machine() -> None:
-    assert dispatch.default_table().name == "cpu_default"
+def test_the_default_table_is_the_shipped_one_for_this_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    for device in ("cpu", "cuda"):
+        found = dispatch.default_table.__wrapped__(device)
+        assert (found.name, found.source) == (f"{device}_default", f"{device}_default (shipped)")

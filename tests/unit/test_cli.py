@@ -31,6 +31,7 @@ def lacunar(*arguments: str, **variables: str) -> subprocess.CompletedProcess[st
         (["inspect", "--help"], ["Example", "sparsity", "--json"]),
         (["bench", "decode", "--help"], ["Example", "transformers", "--batch"]),
         (["demo", "--help"], ["--once", "--port"]),
+        (["tune", "--help"], ["Example", "XDG_CACHE_HOME", "--seconds"]),
     ],
 )
 def test_help_teaches(arguments, words):
