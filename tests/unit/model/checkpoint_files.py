@@ -22,7 +22,7 @@ def small_llama(path: Path, **options: Any) -> SavedModel:
 def pack_matrix(dense: Tensor) -> dict[str, Tensor]:
     """The four tensors of the packed form, made the slow obvious way."""
     mask = (dense != 0).numpy()
-    counts = torch.from_numpy(mask.sum(axis=-1).astype(np.int64))
+    counts = torch.from_numpy(np.asarray(mask.sum(axis=-1), dtype=np.int64))
     offsets = (
         torch.cat((torch.zeros(1, dtype=torch.int64), counts.cumsum(0)[:-1])) if dense.dim() == 2 else None
     )

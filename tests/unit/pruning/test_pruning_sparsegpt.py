@@ -21,8 +21,8 @@ def inputs(K: int, seed: int = 0) -> Tensor:
 def slow(weight: Tensor, x: Tensor, gone: Tensor) -> Tensor:
     """Remove the marked weights from left to right, each time with the best change of what is right of it.
 
-    The update for a removed weight k is -w_k / [H_k^-1]_00 times the first column of H_k^-1, where H_k is that
-    of the columns from k on.
+    The update for a removed weight k is -w_k / [H_k^-1]_00 times the first column of H_k^-1, where H_k is
+    that of the columns from k on.
     """
     W, H = weight.double().clone(), (x.T @ x).double()
     H += 0.01 * H.diagonal().mean() * torch.eye(H.shape[0], dtype=torch.float64)
