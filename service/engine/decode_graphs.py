@@ -2,6 +2,9 @@
 
 A decode step of a large model is some two hundred launches of a few microseconds each. Launched one by one
 from Python they cost more than they compute; a graph replays them in one call and lets each overlap the next.
+
+A graph also chooses each row's largest logit, and the next graph can take its tokens from there: so a step of
+greedy sequences is launched while the one before it still runs.
 """
 
 from __future__ import annotations
@@ -9,6 +12,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -24,7 +28,11 @@ _log = logging.getLogger("lacunar.engine")
 # Rows are padded up to the next of these: few enough to capture at start, close enough to waste little.
 _BATCH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 
-_INT64_ROWS = 3  # token ids, positions, slots
+_INT64_ROWS = 4  # token ids, positions, slots, sources
+
+# In the row of sources: the token id is in the row of token ids. Otherwise it is what this row of the step
+# before chose.
+_KNOWN = -1
 
 
 class DecodeGraphs:
@@ -55,11 +63,14 @@ class DecodeGraphs:
         started, device = time.monotonic(), model.spec.device
         free_before = torch.cuda.mem_get_info(device)[0]
         sizes = [size for size in _BATCH_SIZES if size < max_sequences] + [max_sequences]
+        self._chosen = torch.zeros(max_sequences, dtype=torch.int64, device=device)
+        # One is read while the next step writes the other.
+        self._on_host = [torch.zeros(max_sequences, dtype=torch.int64, pin_memory=True) for _ in range(2)]
         self._steps: dict[int, _CapturedStep] = {}
         pool = None
         # The largest first: the smaller ones then find all their memory in its pool.
         for done, size in enumerate(reversed(sizes), start=1):
-            step = _CapturedStep(model, kv_cache, size, max_blocks, scratch_block, pool)
+            step = _CapturedStep(model, kv_cache, size, max_blocks, scratch_block, self._chosen, pool)
             pool = step.pool
             self._steps[size] = step
             progress(done / len(sizes))
@@ -80,7 +91,39 @@ class DecodeGraphs:
         Returns:
             Their logits ``[len(chunks), vocab_size]`` float32, valid until the next step.
         """
-        return self._steps[self._by_batch[len(chunks)]].run(chunks)
+        return self._steps[self._by_batch[len(chunks)]].run(chunks, [_KNOWN] * len(chunks))
+
+    def launch(self, chunks: list[Chunk], sources: list[int] | None = None) -> LargestTokens:
+        """Start a step of chunks that all decode, and do not wait for it.
+
+        Args:
+            chunks: what to compute.
+            sources: per chunk, the row of the step launched last that chooses its token; None where all
+                tokens are known.
+
+        Returns:
+            The token of each chunk's largest logit. Two of these can be open at once.
+        """
+        self._steps[self._by_batch[len(chunks)]].run(chunks, sources or [_KNOWN] * len(chunks))
+        host = self._on_host.pop(0)
+        self._on_host.append(host)
+        host[: len(chunks)].copy_(self._chosen[: len(chunks)], non_blocking=True)
+        return LargestTokens(host[: len(chunks)])
+
+
+class LargestTokens:
+    """The tokens that a launched step will have chosen."""
+
+    def __init__(self, tokens: Tensor) -> None:
+        self._tokens = tokens
+        self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._copied.record()
+
+    def wait(self) -> list[int]:
+        """Each row's token, -1 where the row's logits are not finite."""
+        self._copied.synchronize()
+        tokens: list[int] = self._tokens.tolist()
+        return tokens
 
 
 class _CapturedStep:
@@ -93,6 +136,7 @@ class _CapturedStep:
         size: int,
         max_blocks: int,
         scratch_block: int,
+        chosen: Tensor,
         pool: Any,
     ) -> None:
         device = model.spec.device
@@ -104,7 +148,7 @@ class _CapturedStep:
         self._device = torch.zeros(total, dtype=torch.uint8, device=device)
         self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
         wide, narrow = _split(self._host, size)
-        self._token_ids, self._positions, self._slots = (rows.numpy() for rows in wide)
+        self._token_ids, self._positions, self._slots, self._sources = (rows.numpy() for rows in wide)
         self._context_lens = narrow[:size].numpy()
         self._block_tables = narrow[size:].view(size, max_blocks).numpy()
         self._size = size
@@ -121,29 +165,41 @@ class _CapturedStep:
             block_tables=narrow[size:].view(size, max_blocks),
             logits_indices=torch.arange(size, device=device),
         )
+        self._sources_on_device = sources = wide[3]
+
+        def step() -> Tensor:
+            # A row that was not finite has chosen -1; its sequence ends, but may be computed once more.
+            fed = chosen[sources.clamp(min=0)].clamp_(min=0)
+            token_ids = torch.where(sources == _KNOWN, batch.token_ids, fed)
+            logits = model.forward(replace(batch, token_ids=token_ids), kv_cache)
+            peaks, largest = logits.max(dim=-1)
+            chosen[:size] = torch.where(torch.isfinite(peaks), largest, -1)
+            return logits
+
         self._device.copy_(self._host)
         # Once before capturing: libraries allocate what they need on their first call.
         side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(side):
-            model.forward(batch, kv_cache)
+            step()
         torch.cuda.current_stream(device).wait_stream(side)
         torch.cuda.synchronize(device)
         self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self._graph, pool=pool):
-            self._logits = model.forward(batch, kv_cache)
+            self._logits = step()
         self.pool: Any = self._graph.pool()
 
-    def run(self, chunks: list[Chunk]) -> Tensor:
+    def run(self, chunks: list[Chunk], sources: list[int]) -> Tensor:
         self._copied.synchronize()
         size = self._block_size
         for row, chunk in enumerate(chunks):
             sequence, start = chunk.sequence, chunk.start
-            self._token_ids[row] = sequence.tokens[start]
+            self._token_ids[row] = sequence.tokens[start] if sources[row] == _KNOWN else 0
             self._positions[row] = start
             self._slots[row] = int(sequence.blocks[start // size]) * size + start % size
             self._context_lens[row] = start + 1
             self._block_tables[row, : sequence.num_blocks] = sequence.blocks[: sequence.num_blocks]
+        self._sources[: len(chunks)] = sources
         self._pad(len(chunks))
         self._device.copy_(self._host, non_blocking=True)
         self._copied.record()
@@ -154,6 +210,7 @@ class _CapturedStep:
         """Point the rows from `first` on to the scratch block."""
         self._token_ids[first:] = 0
         self._positions[first:] = 0
+        self._sources[first:] = _KNOWN
         self._slots[first:] = (
             self._scratch_block * self._block_size + np.arange(self._size - first) % self._block_size
         )

@@ -14,7 +14,7 @@ from service.errors import SettingsError
 from service.model.interface import CausalModel, ForwardBatch
 
 from .config import EngineConfig
-from .decode_graphs import DecodeGraphs
+from .decode_graphs import DecodeGraphs, LargestTokens
 from .resources import available_memory_bytes
 from .scheduler import Chunk, StepPlan
 
@@ -96,6 +96,16 @@ class ModelRunner:
             return StepLogits(self._graphs.run(plan.chunks), list(range(len(plan.chunks))), [])
         batch, sample_rows, prompt_rows = self._build(plan.chunks)
         return StepLogits(self.model.forward(batch, self.kv_cache), sample_rows, prompt_rows)
+
+    @property
+    def can_launch(self) -> bool:
+        """Whether steps of chunks that all decode can be launched without waiting for them."""
+        return self._graphs is not None
+
+    def launch(self, plan: StepPlan, sources: list[int] | None = None) -> LargestTokens:
+        """Start a plan of chunks that all decode; see DecodeGraphs.launch."""
+        assert self._graphs is not None
+        return self._graphs.launch(plan.chunks, sources)
 
     def probe(self, block: int) -> None:
         """Run one token into a block that no sequence uses: raises if the model or its device is broken."""

@@ -51,7 +51,7 @@ _GROUP = 128
 # Rows of prompt logits that are normalised at once, which bounds the extra memory.
 _PROMPT_ROWS = 64
 
-_NON_FINITE = "the model gave logits that are not finite, or every token is masked, so no token can be chosen"
+NON_FINITE = "the model gave logits that are not finite, or every token is masked, so no token can be chosen"
 
 
 class NonFiniteLogits(Exception):
@@ -70,7 +70,7 @@ class Sample:
 class _State:
     """What the sampler keeps of a sequence from its first token to its last."""
 
-    __slots__ = ("bias_ids", "bias_values", "greedy", "rng", "seen", "stop_ids")
+    __slots__ = ("bias_ids", "bias_values", "greedy", "plain", "rng", "seen", "stop_ids")
 
     def __init__(self, sequence: Sequence, engine_rng: random.Random) -> None:
         sampling = sequence.sampling
@@ -87,6 +87,12 @@ class _State:
         self.bias_ids = list(sampling.logit_bias.keys())
         self.bias_values = list(sampling.logit_bias.values())
         self.stop_ids = sorted(sequence.stop_ids) if sampling.min_tokens else []
+        self.plain = (
+            self.greedy
+            and sampling.logprobs is None
+            and sequence.constraint is None
+            and not (penalised or self.bias_ids or self.stop_ids)
+        )
 
 
 class Sampler:
@@ -111,6 +117,10 @@ class Sampler:
     def forget(self, request_id: str) -> None:
         """Drop what is kept of a sequence; unknown ids are ignored."""
         self._states.pop(request_id, None)
+
+    def takes_largest(self, sequence: Sequence) -> bool:
+        """Whether `sample` would do nothing but take the largest logit, whatever came before."""
+        return self._state(sequence).plain
 
     def sample(self, logits: Tensor, sequences: list[Sequence]) -> list[Sample]:
         """Choose one token for each sequence.
@@ -153,7 +163,7 @@ class Sampler:
         for row, (token, good) in enumerate(zip(tokens.tolist(), finite.tolist(), strict=True)):
             constraint = sequences[row].constraint
             if row not in errors and not good:
-                errors[row] = _NON_FINITE
+                errors[row] = NON_FINITE
             if constraint is not None and row not in errors:
                 try:
                     constraint.accept(token)

@@ -170,6 +170,45 @@ class Scheduler:
             plan.phase = "decode" if decoding == len(plan.chunks) else "mixed"
         return plan
 
+    def look_ahead(self, plan: StepPlan) -> tuple[StepPlan, list[int]] | None:
+        """Plan the step after one that is being computed, before its tokens are known.
+
+        Sequences that will end with it for their length are left out. One that turns out to have ended with a
+        stop token is computed once more than needed: the caller drops what comes out.
+
+        Args:
+            plan: a step of chunks that all decode. Sequences of it may have left meanwhile.
+
+        Returns:
+            The step, and per chunk the index of its sequence in `plan`. None where the next step has to wait
+            for this one: it could take a prompt on, blocks are short, or nothing would be left to compute.
+        """
+        if self.waiting and len(self.running) < self.max_num_sequences:
+            return None
+        following, sources, present, short = StepPlan(phase="decode"), [], 0, []
+        for index, chunk in enumerate(plan.chunks):
+            sequence = chunk.sequence
+            if not self.holds(sequence):
+                continue
+            present += 1
+            tokens = chunk.end + 1  # with the one that is being computed
+            output = tokens - sequence.prompt_length
+            if output >= sequence.sampling.max_tokens or tokens >= self.max_model_len:
+                continue
+            if tokens > sequence.num_blocks * self.block_size:
+                short.append(sequence)
+            following.chunks.append(Chunk(sequence, chunk.end, 1))
+            sources.append(index)
+        if not sources or present < len(self.running) or len(short) > self.pool.num_available:
+            return None
+        for sequence in short:
+            sequence.append_blocks(self.pool.allocate(1))
+        return following, sources
+
+    def holds(self, sequence: Sequence) -> bool:
+        """Whether this very sequence is here, not another one of its name."""
+        return self._sequences.get(sequence.request_id) is sequence
+
     def commit(self, plan: StepPlan) -> None:
         """Note that a plan's chunks are computed. Their full blocks can be shared from now on."""
         for chunk in plan.chunks:

@@ -8,7 +8,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import msgspec
@@ -21,6 +21,7 @@ from service.model.interface import CausalModel
 from service.model.linear import kernel_facts
 
 from .config import EngineConfig
+from .decode_graphs import LargestTokens
 from .grammars import Grammars
 from .protocol import (
     AbortRequest,
@@ -42,7 +43,7 @@ from .protocol import (
 )
 from .resources import usable_threads
 from .runner import ModelRunner, StepLogits
-from .sampler import NonFiniteLogits, Sampler
+from .sampler import NON_FINITE, NonFiniteLogits, Sample, Sampler
 from .scheduler import Scheduler, StepPlan
 from .sequence import Sequence
 
@@ -57,6 +58,15 @@ _PROGRESS_SECONDS = 0.05
 
 class EngineBroken(Exception):
     """The model fails on any input, so restarting is all that helps."""
+
+
+@dataclass(slots=True)
+class _InFlight:
+    """A step that the device may still be computing: all its sequences decode and take the largest logit."""
+
+    plan: StepPlan
+    tokens: LargestTokens
+    started: float
 
 
 class Worker:
@@ -100,6 +110,7 @@ class Worker:
         progress("warm up", 1.0)
         self._info = self._describe(config, time.monotonic() - started)
 
+        self._in_flight: _InFlight | None = None
         self._ready_outputs: list[RequestOutput] = []
         self._steps: list[tuple[str, float, int]] = []
         self._prompt_tokens = 0
@@ -120,13 +131,17 @@ class Worker:
             self._receive()
             if self._stopping:
                 return
-            if self.scheduler.has_work:
+            if self._busy:
                 self._step()
             self._report()
 
+    @property
+    def _busy(self) -> bool:
+        return self.scheduler.has_work or self._in_flight is not None
+
     def _receive(self) -> None:
         """Take every command that has arrived; with no work to do, wait up to a heartbeat for one."""
-        if not self.scheduler.has_work and not self._commands.poll(_HEARTBEAT_MILLISECONDS):
+        if not self._busy and not self._commands.poll(_HEARTBEAT_MILLISECONDS):
             return
         while True:
             try:
@@ -165,6 +180,9 @@ class Worker:
         )
 
     def _step(self) -> None:
+        if self._in_flight is not None:
+            self._step_ahead(self._in_flight)
+            return
         started = time.monotonic()
         plan = self.scheduler.schedule()
         for sequence, reason in plan.failed:
@@ -175,12 +193,50 @@ class Worker:
             if chunk.sequence.first_scheduled_seconds is None:
                 chunk.sequence.first_scheduled_seconds = started
         try:
+            if self._can_launch(plan):
+                self._in_flight = _InFlight(plan, self.runner.launch(plan), started)
+                return
             logits = self.runner.run(plan)
             self.scheduler.commit(plan)
             self._advance(plan, logits)
         except Exception as error:
             self._recover(plan, error)
         self._steps.append((plan.phase, time.monotonic() - started, plan.num_tokens))
+
+    def _can_launch(self, plan: StepPlan) -> bool:
+        """Whether the step after this one can be launched without knowing what this one chooses."""
+        return (
+            self.runner.can_launch
+            and plan.phase == "decode"
+            and all(chunk.decodes and self.sampler.takes_largest(chunk.sequence) for chunk in plan.chunks)
+        )
+
+    def _step_ahead(self, current: _InFlight) -> None:
+        """Launch the step after the one in flight where possible, then take that one's tokens."""
+        self._in_flight = None
+        try:
+            ahead = self.scheduler.look_ahead(current.plan)
+            if ahead is not None:
+                plan, sources = ahead
+                self._in_flight = _InFlight(plan, self.runner.launch(plan, sources), 0.0)
+            tokens = current.tokens.wait()
+            # Sequences may have left since the launch: by a stop token of the step before, or a client.
+            rows = [row for row, c in enumerate(current.plan.chunks) if self.scheduler.holds(c.sequence)]
+            plan = replace(current.plan, chunks=[current.plan.chunks[row] for row in rows])
+            self.scheduler.commit(plan)
+            samples = {
+                index: Sample(tokens[row], error=NON_FINITE if tokens[row] < 0 else None)
+                for index, row in enumerate(rows)
+            }
+            self._deliver(plan, samples, {})
+        except Exception as error:
+            self._in_flight = None  # of the same sequences
+            self._recover(current.plan, error)
+        now = time.monotonic()
+        self._steps.append(("decode", now - current.started, current.plan.num_tokens))
+        if self._in_flight is not None:
+            # It began when the one before it ended.
+            self._in_flight.started = now
 
     def _advance(self, plan: StepPlan, step: StepLogits) -> None:
         """Turn a step's logits into tokens, log probabilities and ends of sequences."""
@@ -202,7 +258,10 @@ class Worker:
         rows = [step.sample_rows[index] for index in sampled]
         logits = step.logits if len(rows) == len(step.logits) else step.logits[rows]
         samples = dict(zip(sampled, self.sampler.sample(logits, sequences), strict=True)) if sampled else {}
+        self._deliver(plan, samples, broken)
 
+    def _deliver(self, plan: StepPlan, samples: dict[int, Sample], broken: dict[int, str]) -> None:
+        """Append what was sampled for each chunk, and queue the outputs."""
         now = time.monotonic()
         for index, chunk in enumerate(plan.chunks):
             sequence = chunk.sequence
@@ -244,7 +303,7 @@ class Worker:
         """
         traceback.print_exception(error)
         for chunk in plan.chunks:
-            if chunk.sequence.request_id in self.scheduler:
+            if self.scheduler.holds(chunk.sequence):
                 self.scheduler.fail(chunk.sequence)
                 self._end(chunk.sequence, "error", error="the step that computed this sequence failed")
         pool = self.scheduler.pool

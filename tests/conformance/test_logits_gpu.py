@@ -121,3 +121,46 @@ def test_captured_steps_equal_single_ones(batch: int, tmp_path: Path) -> None:
     allowed = 0.02 * float(first.abs().max())  # padding may choose another split of the same sums
     assert float((first - torch.cat(want)).abs().max()) <= allowed
     assert float((other - want[0]).abs().max()) <= allowed
+
+
+def test_launched_steps_take_their_tokens_from_the_step_before(tmp_path: Path) -> None:
+    """16 tokens on 3 prompts, each step launched before the last one's tokens are read: the greedy text of
+    transformers, also when a sequence leaves and the rows change."""
+    model = save_model(NATIVE["qwen3"](), tmp_path)
+    loaded = load_model(tmp_path, device="cuda")
+    run = PagedRun(loaded, block_size=16, num_blocks=40)
+    prompts = {str(i): prompt(5 + 9 * i, seed=i) for i in range(3)}
+    wanted = {name: reference_greedy(model.reference, tokens, 16) for name, tokens in prompts.items()}
+    first = {name: int(logits[-1].argmax()) for name, logits in run.step(prompts).items()}
+    graphs = DecodeGraphs(
+        loaded,
+        run.cache,
+        max_sequences=5,
+        max_blocks=16,
+        scratch_block=run.free.pop(),
+        progress=lambda share: None,
+    )
+    sequences = {}
+    for name, tokens in prompts.items():
+        sequence = Sequence(name, [*tokens, first[name]], SamplingParams(max_tokens=16))
+        table = [*run.tables[name], *(run.free.pop() for _ in range(2))]
+        sequence.blocks, sequence.num_blocks = np.array(table, dtype=np.int32), len(table)
+        sequences[name] = sequence
+    got = {name: [token] for name, token in first.items()}
+    order, sources = list(prompts), None
+    pending = None
+    for step in range(15):
+        chunks = [Chunk(sequences[name], len(prompts[name]) + step, 1) for name in order]
+        launched = (order, graphs.launch(chunks, sources))
+        if pending is not None:
+            for name, token in zip(pending[0], pending[1].wait(), strict=True):
+                got[name].append(token)
+        pending = launched
+        following = [name for name in reversed(order) if step < 7 or name != "1"]
+        sources = [order.index(name) for name in following]
+        order = following
+    assert pending is not None
+    for name, token in zip(pending[0], pending[1].wait(), strict=True):
+        got[name].append(token)
+    assert {name: tokens[: len(got[name])] for name, tokens in wanted.items()} == got
+    assert len(got["0"]) == 16
