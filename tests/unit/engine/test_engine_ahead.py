@@ -76,7 +76,7 @@ class Bench:
             "max_num_sequences": 4,
             "max_step_tokens": 16,
             "kv_block_size": 4,
-            "kv_cache_bytes": 8 * 4 * 24,
+            "kv_cache_bytes": 8 * 4 * 18,
         }
         config = EngineConfig(
             model="fake", model_factory=f"{fake_model.__name__}:load", seed=1, **(defaults | changes)
@@ -150,7 +150,7 @@ def test_random_traffic_leaks_nothing(bench: Bench) -> None:
     shared = [rng.randrange(NAN_TOKEN) for _ in range(24)]
     wanted: dict[str, list[int]] = {}
     aborted: set[str] = set()
-    for number in range(120):
+    for number in range(60):
         name = f"r{number}"
         prompt = shared[: rng.randrange(24)] + [rng.randrange(NAN_TOKEN) for _ in range(rng.randrange(1, 9))]
         count = rng.randrange(1, 30)
@@ -166,13 +166,13 @@ def test_random_traffic_leaks_nothing(bench: Bench) -> None:
             bench.abort(victim)
             aborted.add(victim)
     bench.finish()
-    assert set(bench.ends) == {f"r{number}" for number in range(120)}
+    assert set(bench.ends) == {f"r{number}" for number in range(60)}
     for name, tokens in wanted.items():
         if name in aborted:
             assert tokens[: len(bench.tokens[name])] == bench.tokens[name]
         else:
             assert bench.tokens[name] == tokens, name
-    assert bench.worker.runner.ahead > 100
+    assert bench.worker.runner.ahead > 50
     assert bench.worker.scheduler.preemptions > 0
 
 
