@@ -17,6 +17,7 @@ import json
 import platform
 import statistics
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -272,6 +273,7 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=512, help="tokens of every sequence")
     parser.add_argument("--prefill", type=int, default=2048, help="tokens of the prompt; 0 for none")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--commit", help="recorded in the JSON; default: ask git")
     parser.add_argument("--out", type=Path, help="JSON file for the figures")
     options = parser.parse_args()
     dtype = getattr(torch, options.dtype)
@@ -286,13 +288,15 @@ def main() -> None:
         )
     rows = measure(contenders, options.batch, options.context, options.prefill, options.rounds)
     if options.out:
-        commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
+        git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
         content = {
             "benchmark": "bench_decode",
             "device": torch.cuda.get_device_name(),
             "torch": torch.__version__,
             "python": platform.python_version(),
-            "commit": commit,
+            "commit": options.commit or git.stdout.strip() or "unknown",
+            "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            "command": sys.argv,
             "model": options.model,
             "dtype": options.dtype,
             "context": options.context,

@@ -151,6 +151,7 @@ def main() -> None:
     parser.add_argument(
         "--metrics-out", type=Path, help="where to leave the server's /metrics after the load"
     )
+    parser.add_argument("--commit", help="recorded in the JSON; default: ask git")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     if options.make_llama:
@@ -199,8 +200,12 @@ def main() -> None:
         server.terminate()
         server.wait(60)
     if options.out:
+        git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
         content = {
             "benchmark": "bench_serve",
+            "commit": options.commit or git.stdout.strip() or "unknown",
+            "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            "command": sys.argv,
             "model": options.make_llama or str(options.model),
             "sparsity": options.sparsity,
             "device": options.device,

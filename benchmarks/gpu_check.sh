@@ -45,7 +45,8 @@ part build 300 bash -c build
 
 # The project's pytest settings name plugins that a bare machine lacks, so they are left out.
 pytest=(python3 -m pytest -c /dev/null --rootdir . -p no:cacheprovider -W ignore -q --require-gpu)
-gpu_tests=(tests/kernels/test_cuda_bitmap.py tests/kernels/test_lane_stream_gpu.py)
+gpu_tests=(tests/kernels/test_cuda_bitmap.py tests/kernels/test_lane_stream_gpu.py
+  tests/kernels/test_decoder_ops_gpu.py tests/conformance/test_logits_gpu.py)
 # A few sizes of every kernel: the sanitizer makes each launch some hundred times slower.
 sanitized="packs_the_same_bytes and 129 or crowded and 256 and 16 or bias or repeats or unaligned or bitmap and 2049"
 
@@ -66,6 +67,8 @@ for name in $parts; do
     bench)
       SHOW=80 PYTHONPATH=. part bench 400 python3 benchmarks/bench_linear.py --out "$out/bench_linear.json" \
         ${COMMIT:+--commit "$COMMIT"} ${BENCH_FLAGS:-}
+      SHOW=40 PYTHONPATH=. part bench_decode 200 python3 benchmarks/bench_decode.py --out "$out/bench_decode.json" \
+        ${COMMIT:+--commit "$COMMIT"}
       ;;
     *) echo "gpu_check.sh: no part '$name'" >&2; failed+=("$name") ;;
   esac

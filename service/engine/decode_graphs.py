@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from service.model.interface import CausalModel, ForwardBatch, KvCache
+from service.model.interface import CapturableModel, ForwardBatch, KvCache
 
 from .scheduler import Chunk
 
@@ -52,7 +52,7 @@ class DecodeGraphs:
 
     def __init__(
         self,
-        model: CausalModel,
+        model: CapturableModel,
         kv_cache: KvCache,
         *,
         max_sequences: int,
@@ -131,7 +131,7 @@ class _CapturedStep:
 
     def __init__(
         self,
-        model: CausalModel,
+        model: CapturableModel,
         kv_cache: KvCache,
         size: int,
         max_blocks: int,
@@ -140,6 +140,7 @@ class _CapturedStep:
         pool: Any,
     ) -> None:
         device = model.spec.device
+        self._model = model
         self._block_size = kv_cache.block_size
         self._scratch_block = scratch_block
         int32_rows = 1 + max_blocks  # context lengths, block tables
@@ -204,6 +205,7 @@ class _CapturedStep:
         self._device.copy_(self._host, non_blocking=True)
         self._copied.record()
         self._graph.replay()
+        self._model.count_step(self._size)
         return self._logits[: len(chunks)]
 
     def _pad(self, first: int) -> None:

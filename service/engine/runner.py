@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -11,12 +12,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from service.errors import SettingsError
-from service.model.interface import CausalModel, ForwardBatch
+from service.model.interface import CapturableModel, CausalModel, ForwardBatch
 
 from .config import EngineConfig
 from .decode_graphs import DecodeGraphs, LargestTokens
 from .resources import available_memory_bytes
 from .scheduler import Chunk, StepPlan
+
+_log = logging.getLogger("lacunar.engine")
 
 # Share of the available memory that the KV cache may take on a CPU when the configuration names no size: the
 # rest of the machine is not ours.
@@ -76,11 +79,18 @@ class ModelRunner:
 
         self._warm_up(min(max_tokens, model.spec.max_model_len) if pinned else 1)
         self.num_blocks = self._count_blocks(config, max_blocks)
-        graphs = config.cuda_graphs and self.device.type == "cuda"
-        # One block more than anybody may use, for the rows that pad a captured step.
-        self.kv_cache = model.allocate_kv_cache(self.num_blocks + (1 if graphs else 0), self.block_size)
         self._graphs: DecodeGraphs | None = None
-        if graphs:
+        if not (config.cuda_graphs and self.device.type == "cuda"):
+            self.kv_cache = model.allocate_kv_cache(self.num_blocks, self.block_size)
+        elif not isinstance(model, CapturableModel):
+            _log.info(
+                "%s decodes without CUDA graphs: transformers' code may wait for the device",
+                model.spec.architecture,
+            )
+            self.kv_cache = model.allocate_kv_cache(self.num_blocks, self.block_size)
+        else:
+            # One block more than anybody may use, for the rows that pad a captured step.
+            self.kv_cache = model.allocate_kv_cache(self.num_blocks + 1, self.block_size)
             self._graphs = DecodeGraphs(
                 model,
                 self.kv_cache,

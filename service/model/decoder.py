@@ -308,6 +308,11 @@ class NativeDecoder:
         logits = head.call(x if rows == tokens == 1 else x.index_select(0, wanted))
         return logits.to(torch.float32)
 
+    def count_step(self, tokens: int) -> None:
+        """Count a replayed step of that many tokens, all of whose logits are wanted, as `forward` counts."""
+        self._step_by_tokens[tokens].steps += 1
+        self._head_by_rows[tokens].calls += 1
+
     def layer_reports(self) -> list[LayerReport]:
         """Describe every linear layer, in the model's order; the output embedding is the last."""
         return [linear.report() for linear in self._linears()]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -107,4 +107,13 @@ class CausalModel(Protocol):
 
     def linear_calls(self) -> dict[str, int]:
         """Calls since load by "backend|m_bucket"."""
+        ...
+
+
+@runtime_checkable
+class CapturableModel(CausalModel, Protocol):
+    """A model whose decode step may be captured in a CUDA graph: on the device it waits for nothing."""
+
+    def count_step(self, tokens: int) -> None:
+        """Count a replayed step of that many tokens, all of whose logits are wanted, as `forward` counts."""
         ...

@@ -113,7 +113,10 @@ def test_captured_steps_equal_single_ones(batch: int, tmp_path: Path) -> None:
         sequence.blocks = np.array(tables[name], dtype=np.int32)
         sequence.num_blocks = len(tables[name])
         chunks.append(Chunk(sequence, lengths[name], 1))
+    calls = sum(model.linear_calls().values())
     first = graphs.run(chunks).cpu()
+    layers = len(list(model.layer_reports()))
+    assert sum(model.linear_calls().values()) == calls + layers, "a replayed step counts as one that ran"
     other = graphs.run(chunks[:1]).cpu()
     again = graphs.run(chunks).cpu()
 
