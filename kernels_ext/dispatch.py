@@ -48,6 +48,10 @@ _OVER: Final = f"{BUCKET_ENDS[-1] + 1}+"
 # and decodes a weight once for every 32 tokens; against it stands decompressing the weight first.
 RULE_OF_THUMB_MAX_M: Final = {"bitmap": 8, "dense": 4, "lane_stream": 64}
 
+# A bitmap-stored weight may take this much longer than a dense-stored one: at sparsity 0.5 it takes 0.56 of a
+# 16-bit weight's memory, and one machine's table is off by as much on another.
+BITMAP_MAX_SLOWDOWN: Final = 1.25
+
 # How far a measured shape may be from a layer's: the factor in N times the factor in K, as a power of two.
 _MAX_SHAPE_DISTANCE: Final = 4.0
 _MAX_SPARSITY_DISTANCE: Final = 0.15
@@ -58,6 +62,14 @@ class Choice:
     """A backend and the sentence that says why."""
 
     backend: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class FormatChoice:
+    """How a weight had best be stored, one of MEASURED_FORMATS, and the sentence that says why."""
+
+    format: str
     reason: str
 
 
@@ -177,6 +189,39 @@ def choose(
         at += f" at sparsity {near.sparsity:.2f}"
     figures = f"{kernel} {ours * 1e6:.0f} us, dense {theirs * 1e6:.0f} us for M={bucket}, {at}"
     return Choice(kernel if ours <= theirs else "dense", f"measured: {figures} (table {holder.name})")
+
+
+def choose_format(
+    table: Table, *, dtype: torch.dtype | str, N: int, K: int, sparsity: float, M: int
+) -> FormatChoice:
+    """Choose how a CPU stores a ``[N, K]`` weight by the fastest backend of each format at M.
+
+    A bitmap is smaller, so it may take up to BITMAP_MAX_SLOWDOWN times as long. Where the table has one of
+    the two formats only, what `choose` says of the bitmap decides: a weight that would be decompressed for
+    the product is better kept dense.
+
+    Args:
+        table, dtype, N, K, sparsity, M: as for `choose`.
+    """
+    packed = choose(table, device="cpu", format="bitmap", dtype=dtype, N=N, K=K, sparsity=sparsity, M=M)
+    if packed.backend == "dense":
+        return FormatChoice("dense", packed.reason)
+    dtype_name, bucket = str(dtype).removeprefix("torch."), m_bucket(M)
+    bitmap, holder = _nearest(table, "bitmap", dtype_name, bucket, N, K, sparsity)
+    dense, _ = _nearest(table, "dense", dtype_name, bucket, N, K, 0.0)
+    if bitmap is None or dense is None:
+        return FormatChoice("bitmap", packed.reason)
+    stored = choose(table, device="cpu", format="dense", dtype=dtype, N=N, K=K, sparsity=0.0, M=M)
+    # Each measurement is scaled to the layer's size, because the two may have different neighbours.
+    ours = bitmap.kernel_seconds / (bitmap.N * bitmap.K) * N * K
+    theirs = min(dense.kernel_seconds, dense.dense_seconds) / (dense.N * dense.K) * N * K
+    is_slower = ours > BITMAP_MAX_SLOWDOWN * theirs
+    return FormatChoice(
+        "dense" if is_slower else "bitmap",
+        f"measured: {packed.backend} {ours * 1e6:.0f} us at sparsity {bitmap.sparsity:.2f}, {stored.backend} "
+        f"{theirs * 1e6:.0f} us for the weight stored dense, M={bucket}, {N}x{K} {dtype_name} "
+        f"(table {holder.name})",
+    )
 
 
 def _nearest(

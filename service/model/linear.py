@@ -57,8 +57,8 @@ def choose_format(
     """Decide between compressed and ``dense`` storage for a ``[N, K]`` weight with ``nnz`` non-zeros.
 
     The compressed format is ``bitmap`` on a CPU and ``lane_stream`` on a GPU. It is taken when it is smaller
-    and when dispatch expects it to be no slower than dense at M=1, which is where a decode step spends its
-    time.
+    and when dispatch expects it to be no slower (a bitmap: little slower) than a dense-stored weight at M=1,
+    which is where a decode step spends its time.
 
     Args:
         N, K, dtype, nnz: the weight.
@@ -80,8 +80,14 @@ def choose_format(
             f"sparsity {sparsity:.3f} is too low: {name} would take {packed} bytes against {dense} dense "
             f"(it is smaller above sparsity {gain_from:.3f})",
         )
-    choice = _choose(name, device, dtype, N, K, sparsity, 1)
-    if choice.backend == "dense":
+    choice: dispatch.Choice | dispatch.FormatChoice
+    if name == "bitmap":
+        choice = dispatch.choose_format(_table(device), dtype=dtype, N=N, K=K, sparsity=sparsity, M=1)
+        is_slower = choice.format == "dense"
+    else:
+        choice = _choose(name, device, dtype, N, K, sparsity, 1)
+        is_slower = choice.backend == "dense"
+    if is_slower:
         return Format("dense", f"{name} is slower at M=1: {choice.reason}")
     return Format(
         name, f"sparsity {sparsity:.3f}: {packed} bytes against {dense} dense. At M=1, {choice.reason}"

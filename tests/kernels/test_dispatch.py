@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from kernels_ext import dispatch
-from kernels_ext.dispatch import Choice, Table, choose, m_bucket, parse_table
+from kernels_ext.dispatch import Choice, Table, choose, choose_format, m_bucket, parse_table
 from kernels_ext.tune import measure_cpu, pruned_weight, write_table
 
 
@@ -228,6 +228,40 @@ def test_lane_streams_are_for_gpus() -> None:
 
 def test_a_layer_without_elements_is_dispatched() -> None:
     assert ask(table(entry()), N=0, K=0).backend == "bitmap_avx2"
+
+
+@pytest.mark.parametrize(
+    ("kernel_us", "dense_us", "format"),
+    [(7, 50, "dense"), (50, 7, "dense"), (9, 50, "bitmap"), (11, 50, "bitmap"), (50, 11, "bitmap")],
+)
+def test_a_format_is_chosen_by_the_fastest_backend_of_each(
+    kernel_us: float, dense_us: float, format: str
+) -> None:
+    """A bitmap of 10 us is a loss against a dense-stored weight of 7 us, whatever decompressing would cost;
+    against 9 us its smaller size counts."""
+    dense = entry(
+        format="dense", sparsity=0.0, kernel_seconds=kernel_us * 1e-6, dense_seconds=dense_us * 1e-6
+    )
+    choice = choose_format(table(entry(), dense), dtype=torch.bfloat16, N=576, K=576, sparsity=0.5, M=1)
+    assert choice.format == format
+    assert "bitmap_avx2 10 us" in choice.reason
+    assert f"{min(kernel_us, dense_us):.0f} us" in choice.reason
+
+
+def test_measurements_of_other_sizes_are_compared_by_the_element() -> None:
+    """The nearest dense measurement may be of a larger weight than the nearest bitmap."""
+    dense = entry(format="dense", sparsity=0.0, N=1152, kernel_seconds=3e-5)
+    choice = choose_format(table(entry(), dense), dtype="bfloat16", N=576, K=576, sparsity=0.5, M=1)
+    assert choice.format == "bitmap"
+    assert "15 us for the weight stored dense" in choice.reason
+
+
+def test_without_a_measurement_of_both_formats_the_bitmaps_backend_decides() -> None:
+    known = {"dtype": "bfloat16", "N": 576, "K": 576, "sparsity": 0.5}
+    assert choose_format(table(), M=1, **known).format == "bitmap"
+    assert choose_format(table(), M=16, **known).format == "dense"
+    assert choose_format(table(entry()), M=1, **known).format == "bitmap"
+    assert choose_format(table(entry(kernel_seconds=4e-5)), M=1, **known).format == "dense"
 
 
 def test_unknown_formats_and_devices_are_refused() -> None:
