@@ -173,6 +173,11 @@ def read_header(file: Path) -> list[TensorEntry]:
         raise fault(file, None, "a JSON object as header", type(header).__name__)
     metadata = header.pop("__metadata__", None)
     digests = metadata if isinstance(metadata, dict) else {}
+    digested = {key.removeprefix(DIGEST_KEY) for key in digests if key.startswith(DIGEST_KEY)}
+    if digested and digested != header.keys():
+        # A damaged name of a digest must not leave its tensor unchecked.
+        odd = sorted(digested ^ header.keys())[0]
+        raise fault(file, odd, "a digest of every tensor in the metadata", "it in one of the two only")
     start = 8 + length
     entries = [
         _parse_entry(file, name, value, start, size, digests.get(DIGEST_KEY + name, ""))

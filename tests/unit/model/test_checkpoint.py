@@ -674,6 +674,20 @@ def test_a_flipped_bit_is_found_by_its_digest(ending: str, plain: Path, tmp_path
             read(tmp_path / "packed")
 
 
+def test_a_digest_that_is_lost_is_an_error(plain: Path, tmp_path: Path) -> None:
+    """A flipped bit in its name would leave the tensor unchecked."""
+    pack(plain, tmp_path / "packed")
+
+    def rename(header: dict[str, Any]) -> None:
+        header["__metadata__"]["sha256;model.norm.weight"] = header["__metadata__"].pop(
+            "sha256:model.norm.weight"
+        )
+
+    edit_header(tmp_path / "packed" / "model.safetensors", rename)
+    with pytest.raises(CheckpointError, match=r"model\.norm\.weight: expected a digest of every tensor"):
+        Checkpoint.open(tmp_path / "packed")
+
+
 def test_a_header_that_calls_a_tensor_something_else_is_found_by_its_digest(
     plain: Path, tmp_path: Path
 ) -> None:
