@@ -256,6 +256,41 @@ def geometric_means(results: list[Result]) -> list[str]:
     return lines
 
 
+def plot(results: list[Result], folder: Path) -> None:
+    """Mean speedup over M (one picture a sparsity) and over sparsity (one picture an M), as PNG."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    folder.mkdir(parents=True, exist_ok=True)
+    backends = [b for b in dict.fromkeys(r.backend for r in results) if b != "cublas_dense"]
+    sparsities, tokens = (sorted({getattr(r, name) for r in results}) for name in ("sparsity", "M"))
+
+    def mean(backend: str, sparsity: float, M: int) -> float:
+        of = [r for r in results if (r.backend, r.sparsity, r.M) == (backend, sparsity, M)]
+        return statistics.geometric_mean(r.speedup_over_cublas_dense for r in of) if of else math.nan
+
+    def draw(name: str, title: str, label: str, over: list[Any], curves: dict[str, list[float]]) -> None:
+        figure, axes = pyplot.subplots(figsize=(7, 4.5))
+        for backend, speedups in curves.items():
+            axes.plot(range(len(over)), speedups, marker="o", label=backend)
+        axes.set_xticks(range(len(over)), [str(value) for value in over])
+        axes.axhline(1, color="grey", linewidth=0.8)
+        axes.set(xlabel=label, ylabel="speed relative to cuBLAS, geometric mean", title=title)
+        axes.legend()
+        figure.tight_layout()
+        figure.savefig(folder / name, dpi=150)
+        pyplot.close(figure)
+
+    for sparsity in sparsities:
+        curves = {b: [mean(b, sparsity, M) for M in tokens] for b in backends}
+        draw(f"linear-{sparsity:.0%}.png".replace("%", ""), f"{sparsity:.0%} zeros", "tokens", tokens, curves)
+    for M in tokens:
+        curves = {b: [mean(b, s, M) for s in sparsities] for b in backends}
+        draw(f"linear-M{M}.png", f"M = {M}", "share of zeros", sparsities, curves)
+
+
 def commit() -> str:
     """The commit of the checkout, "unknown" outside one."""
     command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
@@ -268,7 +303,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--tokens", type=int, nargs="+", default=[1, 8, 16], metavar="M")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[1, 8, 16, 32, 64, 128, 256], metavar="M")
     parser.add_argument("--sparsity", type=float, nargs="+", default=[0.3, 0.5, 0.7])
     parser.add_argument(
         "--shapes",
@@ -284,7 +319,13 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--commit", default=None, help="recorded in the JSON; default: ask git")
     parser.add_argument("--out", type=Path, default=None, metavar="FILE.json")
+    parser.add_argument("--plot", type=Path, default=None, metavar="FOLDER", help="plots; needs matplotlib")
+    parser.add_argument("--plot-only", type=Path, default=None, metavar="FILE.json", help="plot a stored run")
     args = parser.parse_args()
+    if args.plot_only:
+        stored = json.loads(args.plot_only.read_text())["results"]
+        plot([Result(**{**r, "rounds": []}) for r in stored], args.plot or args.plot_only.parent)
+        return
     if not torch.cuda.is_available():
         raise SystemExit("bench_linear: no CUDA device is visible to torch")
     torch.manual_seed(args.seed)
@@ -315,6 +356,8 @@ def main() -> None:
                 args.out.write_text(json.dumps(document, indent=1) + "\n")
     print(HEADER)
     print("\n".join(geometric_means(results)))
+    if args.plot:
+        plot(results, args.plot)
 
 
 if __name__ == "__main__":

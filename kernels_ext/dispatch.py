@@ -45,8 +45,8 @@ _OVER: Final = f"{BUCKET_ENDS[-1] + 1}+"
 
 # Without a measurement: the largest M for which the kernel that reads each weight once is expected to win.
 # Above it the product is bound by multiply-adds, which torch's blocked kernels do faster. `lane_stream` reads
-# and decodes a weight once for every 32 tokens; against it stands decompressing the weight first.
-RULE_OF_THUMB_MAX_M: Final = {"bitmap": 8, "dense": 4, "lane_stream": 64}
+# and decodes a weight once for up to 96 tokens; against it stands decompressing the weight first.
+RULE_OF_THUMB_MAX_M: Final = {"bitmap": 8, "dense": 4, "lane_stream": 128}
 
 # A bitmap-stored weight may take this much longer than a dense-stored one: at sparsity 0.5 it takes 0.56 of a
 # 16-bit weight's memory, and one machine's table is off by as much on another.

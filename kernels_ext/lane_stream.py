@@ -1,4 +1,4 @@
-"""Lane-stream weights on the GPU: packing, the linear op for up to 64 tokens, unpacking.
+"""Lane-stream weights on the GPU: packing, the linear op for up to 256 tokens, unpacking.
 
 The format is specified in formats/LANE_STREAM.md; formats/lane_stream.py is its slow reference. All functions
 need CUDA kernels in the build and a GPU of compute capability 9.0 or newer (packing alone: any).
@@ -16,8 +16,8 @@ from torch import Tensor
 from .build_info import build_info
 from .formats import lane_stream as reference
 from .formats.lane_stream import (
+    MAX_BATCH_TOKENS,
     MAX_RING_ROWS,
-    MAX_SHARED_TOKENS,
     MAX_TOKENS,
     MIN_RING_ROWS,
     ROW_BYTES,
@@ -26,8 +26,8 @@ from .formats.lane_stream import (
 from .ops import BitmapWeight, bitmap_unpack
 
 DTYPES: Final = (torch.float16, torch.bfloat16)
-# Of one call of the linear op: more than MAX_TOKENS go in several launches.
-MAX_CALL_TOKENS: Final = 2 * MAX_TOKENS
+# Of one call of the linear op; more than one launch takes go in several.
+MAX_CALL_TOKENS: Final = 256
 
 _PLANS_TRIED: Final = 8
 
@@ -175,34 +175,35 @@ def expected_ring_rows(plan: LaneStreamPlan, sparsity: float) -> int:
 def candidate_plans(N: int, K: int, sparsity: float, device: DeviceShape) -> list[LaneStreamPlan]:
     """Every plan worth considering.
 
-    A plan fills the device once: one or two blocks for every multiprocessor.
+    A plan fills the device once: one block for every multiprocessor.
     """
     out = []
     for group_tiles in (2, 4):
         columns = -(-K // (group_tiles * reference.TILE_COLUMNS))
         for lookahead in (1, 2, 3):
-            for blocks_per_multiprocessor in (1, 2):
-                blocks = device.multiprocessors * blocks_per_multiprocessor
+            for blocks in (device.multiprocessors,):
                 for k_slices in range(1, min(columns, 32) + 1):
                     # Uneven slices waste the last one's columns.
                     if -(-columns // k_slices) * k_slices > columns * 1.05:
                         continue
                     # In fours: a multiprocessor has four schedulers, and the busiest sets the pace.
                     for warps in (1, 2, 4, 8, 12, 16):
-                        groups = -(-N // reference.STRIP_ROWS) * -(-columns // k_slices)
-                        if warps > groups and warps > 1:
+                        strips = -(-N // reference.STRIP_ROWS)
+                        bands = -(-strips // warps)
+                        # Nor may a band's strips past the matrix cost much.
+                        if warps > 1 and bands * warps > strips * 1.05:
                             continue
                         plan = LaneStreamPlan(
                             N=N,
                             K=K,
                             group_tiles=group_tiles,
                             k_slices=k_slices,
-                            blocks_per_slice=max(1, min(blocks // k_slices, groups // warps)),
+                            blocks_per_slice=max(1, min(blocks // k_slices, bands * -(-columns // k_slices))),
                             warps_per_block=warps,
                             lookahead=lookahead,
                         )
                         plan = replace(plan, ring_rows=expected_ring_rows(plan, sparsity))
-                        if plan.shared_bytes(MAX_SHARED_TOKENS) <= device.shared_limit(plan):
+                        if plan.shared_bytes(MAX_TOKENS) <= device.shared_limit(plan):
                             out.append(plan)
     return out
 
@@ -250,7 +251,7 @@ def _launch_clocks(plan: LaneStreamPlan, sparsity: float, device: DeviceShape, t
     rate = _DECODE_ELEMENTS * warps / (warps + _DECODE_HALF_WARPS)
     decode_group = elements * (1 + _SECOND_TOKEN_TILE * (token_tiles - 1)) / rate + _GROUP_CLOCKS
     decode = groups * warps * decode_group
-    aligned = plan.slice_groups % plan.streams_per_slice == 0 and (
+    aligned = plan.slice_groups % plan.blocks_per_slice == 0 and (
         groups % plan.groups_per_slice == 0 or plan.groups_per_slice % groups == 0
     )
     strips = -(-groups // plan.groups_per_slice) + (0 if aligned else 1)
@@ -321,14 +322,14 @@ def _fit_ring(
     for plan in plans[:_PLANS_TRIED]:
         measured = _measure(bits, plan)
         fitted = _with_ring(plan, *measured)
-        if fitted and fitted.shared_bytes(MAX_SHARED_TOKENS) <= device.shared_limit(fitted):
+        if fitted and fitted.shared_bytes(MAX_TOKENS) <= device.shared_limit(fitted):
             return fitted, measured[0]
     plan = plans[0]
     while True:
         measured = _measure(bits, plan)
         for lookahead in range(plan.lookahead, 0, -1):
             fitted = _with_ring(replace(plan, lookahead=lookahead), *measured)
-            if fitted and fitted.shared_bytes(MAX_SHARED_TOKENS) <= device.shared_limit(fitted):
+            if fitted and fitted.shared_bytes(MAX_TOKENS) <= device.shared_limit(fitted):
                 return fitted, measured[0]
         if plan.warps_per_block == 1:
             raise ValueError(
@@ -360,9 +361,9 @@ def _place_streams(plan: LaneStreamPlan, group_rows: Tensor) -> tuple[Tensor, Te
     so on. All warps move through memory together.
     """
     device = group_rows.device
-    in_slice = torch.arange(plan.streams, device=device) % plan.streams_per_slice
-    first = in_slice * plan.slice_groups // plan.streams_per_slice
-    count = (in_slice + 1) * plan.slice_groups // plan.streams_per_slice - first
+    block = torch.arange(plan.streams, device=device) % plan.streams_per_slice // plan.warps_per_block
+    first = block * plan.slice_groups // plan.blocks_per_slice
+    count = (block + 1) * plan.slice_groups // plan.blocks_per_slice - first
     rows = group_rows.diff(dim=1, prepend=torch.zeros_like(group_rows[:, :1]))
     exists = torch.arange(group_rows.shape[1], device=device) < count[:, None]
     transfer_lines = ((rows + plan.head_bytes // ROW_BYTES) * exists).T.long()
@@ -370,15 +371,15 @@ def _place_streams(plan: LaneStreamPlan, group_rows: Tensor) -> tuple[Tensor, Te
     lines = (ends.view_as(transfer_lines) - transfer_lines).T.to(torch.int32).contiguous()
 
     def owner(group: Tensor) -> Tensor:
-        return ((group + 1) * plan.streams_per_slice - 1) // plan.slice_groups
+        return ((group + 1) * plan.blocks_per_slice - 1) // plan.slice_groups
 
-    first_strip, last_strip = first // plan.groups_per_slice, (first + count - 1) // plan.groups_per_slice
-    first_holder = owner(first_strip * plan.groups_per_slice)
-    last_holder = owner(last_strip * plan.groups_per_slice)
+    first_band, last_band = first // plan.groups_per_slice, (first + count - 1) // plan.groups_per_slice
+    first_holder = owner(first_band * plan.groups_per_slice)
+    last_holder = owner(last_band * plan.groups_per_slice)
     shorts = torch.zeros(plan.streams, 8, dtype=torch.int64, device=device)
-    shorts[:, 0] = in_slice - first_holder
-    shorts[:, 1] = owner((first_strip + 1) * plan.groups_per_slice - 1) - first_holder + 1
-    shorts[:, 2] = owner((last_strip + 1) * plan.groups_per_slice - 1) - last_holder + 1
+    shorts[:, 0] = block - first_holder
+    shorts[:, 1] = owner((first_band + 1) * plan.groups_per_slice - 1) - first_holder + 1
+    shorts[:, 2] = owner((last_band + 1) * plan.groups_per_slice - 1) - last_holder + 1
     lead = min(plan.lookahead, group_rows.shape[1])
     shorts[:, 4 : 4 + lead] = rows[:, :lead]
     descriptors = torch.zeros(plan.streams, reference.DESCRIPTOR_WORDS, dtype=torch.int32, device=device)
@@ -413,15 +414,22 @@ def lane_stream_unpack(weight: LaneStreamWeight, out: Tensor | None = None) -> T
     return out
 
 
-def lane_stream_workspace(*weights: LaneStreamWeight) -> Tensor:
+def lane_stream_workspace(*weights: LaneStreamWeight, tokens: int = MAX_BATCH_TOKENS) -> Tensor:
     """A workspace large enough for each of the weights, on their device.
 
     Launches that may run at the same time (on two streams) need one each; others share.
+
+    Args:
+        weights: those to multiply by.
+        tokens: most tokens that a launch is to take at once, at least 16. With a smaller workspace than a
+            call's tokens ask for, the call decodes the weight several times.
     """
     if not weights:
         raise ValueError("lane_stream_workspace: give at least one weight")
     return torch.zeros(
-        max(w.plan.workspace_bytes for w in weights), dtype=torch.uint8, device=weights[0].device
+        max(w.plan.workspace_bytes(max(tokens, MAX_TOKENS)) for w in weights),
+        dtype=torch.uint8,
+        device=weights[0].device,
     )
 
 
@@ -435,11 +443,12 @@ def lane_stream_linear(
 ) -> Tensor:
     """Multiply activations by a lane-stream weight: ``y = x @ W.T + bias``.
 
-    One kernel launch for every 32 tokens (for every 16 where rows of x do not lie on 16 bytes or the plan's
-    groups are four tiles wide), safe to capture in a CUDA graph. The same input always gives the same bits.
+    Up to 16 tokens run one kernel, more another one that takes up to 96 in a launch: as many as the plan's
+    warps leave registers for, its rings shared memory, and the workspace room. Safe to capture in a CUDA
+    graph. The same input gives the same bits every time.
 
     Args:
-        x: ``[M, K]`` in the weight's dtype, contiguous, 0 <= M <= 64.
+        x: ``[M, K]`` in the weight's dtype, contiguous, 0 <= M <= 256.
         weight: a valid weight.
         workspace: from `lane_stream_workspace`; all zero before its first use, zero again where it matters
             after every launch.
@@ -474,10 +483,10 @@ def lane_stream_linear(
             f"lane_stream_linear: bias must be [{weight.N}] {weight.dtype}, "
             f"got shape {tuple(bias.shape)} {bias.dtype}"
         )
-    if workspace.numel() < weight.plan.workspace_bytes:
+    if workspace.numel() < weight.plan.workspace_bytes():
         raise ValueError(
             f"lane_stream_linear: workspace has {workspace.numel()} bytes, "
-            f"this weight needs {weight.plan.workspace_bytes}"
+            f"this weight needs {weight.plan.workspace_bytes()}"
         )
     y: Tensor = _ops.lane_stream_linear(
         x, weight.data, weight.descriptors, bias, workspace, weight.plan.numbers, overlap_launch

@@ -29,8 +29,8 @@ MAX_STRIPS: Final = 65536
 # Of the workspace: one for every strip that a plan may have, wherever the partial sums of a layer begin.
 COUNTER_BYTES: Final = MAX_STRIPS * 4
 MAX_WARPS: Final = 16
-MAX_TOKENS: Final = 32  # of one launch of the linear kernel
-MAX_SHARED_TOKENS: Final = 16  # of them in shared memory
+MAX_TOKENS: Final = 16  # of one launch of the kernel for few tokens
+MAX_BATCH_TOKENS: Final = 96  # of one launch of the kernel for many
 MIN_RING_ROWS: Final = GUARD_ROWS
 MAX_RING_ROWS: Final = 4096
 
@@ -80,10 +80,10 @@ class LaneStreamPlan:
                 raise ValueError(f"LaneStreamPlan: {name} must be {least} to {most}, got {value}")
         if self.group_tiles == 3:
             raise ValueError("LaneStreamPlan: group_tiles must be 2 or 4, got 3")
-        if self.streams_per_slice > self.slice_groups:
+        if self.blocks_per_slice > self.slice_groups:
             raise ValueError(
-                f"LaneStreamPlan: a slice has {self.streams_per_slice} streams, "
-                f"but only {self.slice_groups} groups"
+                f"LaneStreamPlan: a slice has {self.blocks_per_slice} blocks, "
+                f"but only {self.slice_groups} groups for each warp"
             )
 
     @property
@@ -116,13 +116,18 @@ class LaneStreamPlan:
         return -(-self.K // (self.k_slices * self.group_columns))
 
     @property
+    def bands(self) -> int:
+        """Bands of warps_per_block strips; the last may end in strips past N."""
+        return -(-self.strips // self.warps_per_block)
+
+    @property
     def slice_groups(self) -> int:
-        """Groups of a slice: its list runs along the first strip, then the second, and so on."""
-        return self.strips * self.groups_per_slice
+        """Groups of one warp in a slice: the list runs along the first band, then the second, and so on."""
+        return self.bands * self.groups_per_slice
 
     @property
     def streams_per_slice(self) -> int:
-        """Streams that share a slice's list, in order and evenly."""
+        """Streams of a slice: blocks share the lists in order and evenly, each warp has its own list."""
         return self.blocks_per_slice * self.warps_per_block
 
     @property
@@ -130,20 +135,20 @@ class LaneStreamPlan:
         """Streams of the matrix; slice s owns those from ``s * streams_per_slice`` on."""
         return self.k_slices * self.streams_per_slice
 
-    def first_group(self, stream_in_slice: int) -> int:
-        """Where in its slice's list a stream begins."""
-        return stream_in_slice * self.slice_groups // self.streams_per_slice
+    def first_group(self, block_in_slice: int) -> int:
+        """Where in the slice's lists a block begins."""
+        return block_in_slice * self.slice_groups // self.blocks_per_slice
 
     @property
     def max_groups_per_stream(self) -> int:
         """Groups of the longest stream."""
-        return -(-self.slice_groups // self.streams_per_slice)
+        return -(-self.slice_groups // self.blocks_per_slice)
 
     @property
     def max_parts_per_slice(self) -> int:
-        """No strip is shared by more streams of one slice."""
-        least = self.slice_groups // self.streams_per_slice
-        return min(-(-self.groups_per_slice // least) + 1, self.streams_per_slice)
+        """No band is shared by more blocks of one slice."""
+        least = self.slice_groups // self.blocks_per_slice
+        return min(-(-self.groups_per_slice // least) + 1, self.blocks_per_slice)
 
     @property
     def mask_words(self) -> int:
@@ -166,20 +171,20 @@ class LaneStreamPlan:
         before_x = -(-(self.warps_per_block * self.ring_bytes + barriers) // 128) * 128
         return before_x + self.groups_per_slice * self.group_columns * 16 * (1 if M <= 8 else 2)
 
-    @property
-    def workspace_bytes(self) -> int:
-        """Bytes of the linear kernel's workspace for up to 32 tokens. Layers may share the largest one."""
-        return COUNTER_BYTES + self.strips * self.k_slices * self.max_parts_per_slice * 8 * 512
+    def workspace_bytes(self, tokens: int = MAX_TOKENS) -> int:
+        """Bytes of the linear kernels' workspace for that many tokens a launch. Layers may share it."""
+        fragments = 2 * -(-tokens // 8)
+        return COUNTER_BYTES + self.strips * self.k_slices * self.max_parts_per_slice * fragments * 512
 
-    def strip_parts(self, strip: int) -> tuple[int, int]:
-        """The first stream of a slice that holds groups of the strip, and how many do."""
-        first = self.owner(strip * self.groups_per_slice)
-        return first, self.owner((strip + 1) * self.groups_per_slice - 1) - first + 1
+    def band_parts(self, band: int) -> tuple[int, int]:
+        """The first block of a slice that holds groups of the band, and how many do."""
+        first = self.owner(band * self.groups_per_slice)
+        return first, self.owner((band + 1) * self.groups_per_slice - 1) - first + 1
 
     def owner(self, group: int) -> int:
-        """The stream of a slice that holds a group of its list."""
-        # The last stream i with i * slice_groups // streams_per_slice <= group.
-        return ((group + 1) * self.streams_per_slice - 1) // self.slice_groups
+        """The block of a slice that holds a group of its lists."""
+        # The last block i with i * slice_groups // blocks_per_slice <= group.
+        return ((group + 1) * self.blocks_per_slice - 1) // self.slice_groups
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,10 +224,10 @@ def _decode_order(group_tiles: int) -> list[tuple[int, int]]:
     ]
 
 
-def _group_elements(padded: Bits, plan: LaneStreamPlan, slice_index: int, group: int) -> Bits:
+def _group_elements(padded: Bits, plan: LaneStreamPlan, slice_index: int, group: tuple[int, int]) -> Bits:
     """Elements of a group by ``[mask word, lane, bit]``."""
-    strip = group // plan.groups_per_slice
-    column = (slice_index * plan.groups_per_slice + group % plan.groups_per_slice) * plan.group_columns
+    strip, group_in_strip = group
+    column = (slice_index * plan.groups_per_slice + group_in_strip) * plan.group_columns
     out = np.empty((plan.mask_words, 32, 32), np.uint16)
     for word in range(plan.mask_words):
         rows = strip * STRIP_ROWS + word % 2 * 16 + _ROW
@@ -232,7 +237,7 @@ def _group_elements(padded: Bits, plan: LaneStreamPlan, slice_index: int, group:
 
 def _pad(dense: Bits, plan: LaneStreamPlan) -> Bits:
     columns = plan.k_slices * plan.groups_per_slice * plan.group_columns
-    padded = np.zeros((plan.strips * STRIP_ROWS, columns), np.uint16)
+    padded = np.zeros((plan.bands * plan.warps_per_block * STRIP_ROWS, columns), np.uint16)
     padded[: plan.N, : plan.K] = dense
     return padded
 
@@ -252,7 +257,9 @@ class _Group:
     rows_after: int  # rows that the fullest slot has filled after it
 
 
-def _walk(padded: Bits, plan: LaneStreamPlan, slice_index: int, groups: range) -> list[_Group]:
+def _walk(
+    padded: Bits, plan: LaneStreamPlan, slice_index: int, groups: list[tuple[int, int]]
+) -> list[_Group]:
     """Assign slots group by group: the lane with most values takes the least-filled slot."""
     level = np.zeros((2, 32), np.int64)  # [stream, slot]
     owner = np.tile(np.arange(32), (2, 1))
@@ -380,17 +387,28 @@ def pack(dense: Bits, plan: LaneStreamPlan) -> PackedLaneStreams:
     return PackedLaneStreams(plan, np.frombuffer(bytes(data), np.uint8).copy(), descriptors)
 
 
-def _stream_groups(plan: LaneStreamPlan, stream_in_slice: int) -> range:
-    return range(plan.first_group(stream_in_slice), plan.first_group(stream_in_slice + 1))
+def _stream_list(plan: LaneStreamPlan, stream_in_slice: int) -> range:
+    """Which entries of its warp's list a stream holds."""
+    block = stream_in_slice // plan.warps_per_block
+    return range(plan.first_group(block), plan.first_group(block + 1))
+
+
+def _stream_groups(plan: LaneStreamPlan, stream_in_slice: int) -> list[tuple[int, int]]:
+    """Strip, and group of the slice in it, of every group of a stream."""
+    warp = stream_in_slice % plan.warps_per_block
+    return [
+        (i // plan.groups_per_slice * plan.warps_per_block + warp, i % plan.groups_per_slice)
+        for i in _stream_list(plan, stream_in_slice)
+    ]
 
 
 def _descriptor(
     plan: LaneStreamPlan, stream_in_slice: int, lead_rows: list[int], lead_lines: list[int]
 ) -> npt.NDArray[np.int32]:
-    groups = _stream_groups(plan, stream_in_slice)
-    first_holder, first_parts = plan.strip_parts(groups[0] // plan.groups_per_slice)
-    first_part = stream_in_slice - first_holder
-    last_parts = plan.strip_parts(groups[-1] // plan.groups_per_slice)[1]
+    groups = _stream_list(plan, stream_in_slice)
+    first_holder, first_parts = plan.band_parts(groups[0] // plan.groups_per_slice)
+    first_part = stream_in_slice // plan.warps_per_block - first_holder
+    last_parts = plan.band_parts(groups[-1] // plan.groups_per_slice)[1]
     unused = [0] * (MAX_LOOKAHEAD - len(lead_rows))
     raw = (
         np.array([groups.start, len(groups)], "<u4").tobytes()
@@ -458,7 +476,7 @@ def unpack(packed: PackedLaneStreams) -> Bits:
     """The dense ``[N, K]`` matrix, bit for bit what was packed."""
     plan = packed.plan
     columns = plan.k_slices * plan.groups_per_slice * plan.group_columns
-    padded = np.zeros((plan.strips * STRIP_ROWS, columns), np.uint16)
+    padded = np.zeros((plan.bands * plan.warps_per_block * STRIP_ROWS, columns), np.uint16)
     order = _decode_order(plan.group_tiles)
     for stream in range(plan.streams):
         slice_index = stream // plan.streams_per_slice
@@ -474,8 +492,8 @@ def unpack(packed: PackedLaneStreams) -> Bits:
             for odd in (0, 1):
                 slot[odd] = slot[odd, transfer.source[odd]]
                 row[odd] = row[odd, transfer.source[odd]]
-            top = group // plan.groups_per_slice * STRIP_ROWS
-            left = (slice_index * plan.groups_per_slice + group % plan.groups_per_slice) * plan.group_columns
+            top = group[0] * STRIP_ROWS
+            left = (slice_index * plan.groups_per_slice + group[1]) * plan.group_columns
             for word, bit in order:
                 for lane in np.flatnonzero(transfer.present[word, :, bit]):
                     odd = bit % 2
@@ -570,10 +588,10 @@ def _validate_record(
 
 
 def _validate_inside(
-    plan: LaneStreamPlan, where: str, slice_index: int, group: int, transfer: _Transfer
+    plan: LaneStreamPlan, where: str, slice_index: int, group: tuple[int, int], transfer: _Transfer
 ) -> None:
-    top = group // plan.groups_per_slice * STRIP_ROWS
-    left = (slice_index * plan.groups_per_slice + group % plan.groups_per_slice) * plan.group_columns
+    top = group[0] * STRIP_ROWS
+    left = (slice_index * plan.groups_per_slice + group[1]) * plan.group_columns
     if top + STRIP_ROWS <= plan.N and left + plan.group_columns <= plan.K:
         return
     for word in range(plan.mask_words):

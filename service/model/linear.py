@@ -23,6 +23,7 @@ from kernels_ext import (
     lane_stream_unpack,
     lane_stream_workspace,
 )
+from kernels_ext.formats.lane_stream import MAX_BATCH_TOKENS
 from kernels_ext.lane_stream import DTYPES as LANE_STREAM_DTYPES
 from kernels_ext.lane_stream import estimated_bytes as lane_stream_bytes
 from service.errors import BackendUnavailable, SettingsError
@@ -393,5 +394,5 @@ _workspaces: dict[torch.device, Tensor] = {}
 
 def _reserve_workspace(weight: LaneStreamWeight) -> None:
     workspace = _workspaces.get(weight.device)
-    if workspace is None or workspace.numel() < weight.plan.workspace_bytes:
+    if workspace is None or workspace.numel() < weight.plan.workspace_bytes(MAX_BATCH_TOKENS):
         _workspaces[weight.device] = lane_stream_workspace(weight)

@@ -38,9 +38,9 @@ def plans(draw: st.DrawFn) -> LaneStreamPlan:
     N, K = draw(st.integers(1, 100)), draw(st.integers(1, 600))
     group_tiles = draw(st.sampled_from([2, 4]))
     k_slices = draw(st.integers(1, 3))
-    groups = -(-N // 32) * -(-K // (64 * group_tiles * k_slices))
-    warps = draw(st.integers(1, min(groups, 4)))
-    blocks = draw(st.integers(1, groups // warps))
+    warps = draw(st.integers(1, 4))
+    groups = -(-N // (32 * warps)) * -(-K // (64 * group_tiles * k_slices))
+    blocks = draw(st.integers(1, groups))
     lookahead = draw(st.integers(1, 4))
     return LaneStreamPlan(
         N=N,
@@ -63,15 +63,15 @@ def test_round_trip_is_exact_and_valid(plan: LaneStreamPlan, sparsity: float, se
 
 
 def test_every_stream_has_its_share() -> None:
-    """Streams are equally long to within one group, and their descriptors say who shares a strip."""
+    """Streams are equally long to within one group, and no more blocks than expected share a band."""
     plan = make_plan(96, 1000, k_slices=2, blocks_per_slice=2, warps_per_block=2)
-    lengths = [plan.first_group(i + 1) - plan.first_group(i) for i in range(plan.streams_per_slice)]
+    lengths = [plan.first_group(i + 1) - plan.first_group(i) for i in range(plan.blocks_per_slice)]
     assert sum(lengths) == plan.slice_groups
     assert max(lengths) - min(lengths) <= 1
     for group in range(plan.slice_groups):
         owner = plan.owner(group)
         assert plan.first_group(owner) <= group < plan.first_group(owner + 1)
-    assert max(plan.strip_parts(s)[1] for s in range(plan.strips)) <= plan.max_parts_per_slice
+    assert max(plan.band_parts(b)[1] for b in range(plan.bands)) <= plan.max_parts_per_slice
 
 
 def test_golden_bytes() -> None:
@@ -164,7 +164,7 @@ def test_validator_refuses_a_ring_that_is_too_small() -> None:
         ({"lookahead": 0}, "lookahead must be 1 to 4"),
         ({"lookahead": 5}, "lookahead must be 1 to 4"),
         ({"warps_per_block": 17}, "warps_per_block"),
-        ({"blocks_per_slice": 9}, "streams, but only 8 groups"),
+        ({"blocks_per_slice": 9}, "9 blocks, but only 8 groups"),
         ({"ring_rows": 15}, "ring_rows"),
     ],
 )

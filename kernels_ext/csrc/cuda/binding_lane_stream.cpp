@@ -18,7 +18,7 @@ namespace {
 
 // Of one call: more than a launch takes go in several launches. Past this many, decompressing the weight once and
 // multiplying it by cuBLAS costs less.
-constexpr int64_t kMaxCallTokens = 2 * kMaxTokens;
+constexpr int64_t kMaxCallTokens = 256;
 
 // Every number is checked: a plan sizes shared memory and addresses.
 LaneStreamPlan plan_from(const char* op, const std::vector<int64_t>& numbers) {
@@ -53,8 +53,8 @@ LaneStreamPlan plan_from(const char* op, const std::vector<int64_t>& numbers) {
   // The kernels count a slice's groups in 32 bits.
   STD_TORCH_CHECK(plan.slice_groups() <= kInt, op, ": plan: a slice has ", plan.slice_groups(), " groups, at most ",
                   kInt, " are possible");
-  STD_TORCH_CHECK(plan.streams_per_slice() <= plan.slice_groups(), op, ": plan: a slice has ",
-                  plan.streams_per_slice(), " streams, but only ", plan.slice_groups(), " groups");
+  STD_TORCH_CHECK(plan.blocks_per_slice <= plan.slice_groups(), op, ": plan: a slice has ", plan.blocks_per_slice,
+                  " blocks, but only ", plan.slice_groups(), " groups for each warp");
   return plan;
 }
 
@@ -152,7 +152,7 @@ Tensor linear_cuda(Tensor x, Tensor data, Tensor descriptors, std::optional<Tens
   check_same_device(op, "workspace", workspace, "x", x);
   check_dtype(op, "workspace", workspace, ScalarType::Byte);
   check_contiguous(op, "workspace", workspace);
-  const int64_t workspace_bytes = lane_stream_workspace_bytes(plan);
+  const int64_t workspace_bytes = lane_stream_workspace_bytes(plan, kMaxTokens);
   STD_TORCH_CHECK(workspace.numel() >= workspace_bytes, op, ": workspace has ", workspace.numel(),
                   " bytes, this weight needs ", workspace_bytes);
   STD_TORCH_CHECK(reinterpret_cast<uintptr_t>(workspace.const_data_ptr()) % 16 == 0, op,
@@ -172,13 +172,15 @@ Tensor linear_cuda(Tensor x, Tensor data, Tensor descriptors, std::optional<Tens
   const LaneStreamType kernel_type = type == ScalarType::Half ? LaneStreamType::kHalf : LaneStreamType::kBFloat16;
   const auto* rows_in = static_cast<const uint16_t*>(x.const_data_ptr());
   auto* rows_out = static_cast<uint16_t*>(y.mutable_data_ptr());
-  const int64_t launch_tokens = lane_stream_launch_tokens(plan, rows_in);
+  const int64_t launch_tokens =
+      M <= kMaxTokens ? kMaxTokens : lane_stream_launch_tokens(plan, workspace.numel());
   for (int64_t first = 0; first < M; first += launch_tokens) {
-    check_launch(op, launch_lane_stream_linear(plan, kernel_type, static_cast<const uint8_t*>(data.const_data_ptr()),
-                                               descriptor_pointer(descriptors), rows_in + first * plan.K, bias_pointer,
-                                               rows_out + first * plan.N, workspace.mutable_data_ptr(),
-                                               std::min(M - first, launch_tokens), overlap_launch,
-                                               current_stream(x)));
+    const int64_t tokens = std::min(M - first, launch_tokens);
+    const auto launch = tokens <= kMaxTokens ? launch_lane_stream_linear : launch_lane_stream_batch;
+    check_launch(op, launch(plan, kernel_type, static_cast<const uint8_t*>(data.const_data_ptr()),
+                            descriptor_pointer(descriptors), rows_in + first * plan.K, bias_pointer,
+                            rows_out + first * plan.N, workspace.mutable_data_ptr(), tokens, overlap_launch,
+                            current_stream(x)));
   }
   return y;
 }

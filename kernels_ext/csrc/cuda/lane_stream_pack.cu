@@ -105,8 +105,10 @@ __global__ void __launch_bounds__(kWarpsPerBlock * 32, 2)
   __syncwarp();
 
   const int64_t slice = stream / plan.streams_per_slice();
-  const int64_t first = plan.first_group(stream % plan.streams_per_slice());
-  const int64_t count = plan.first_group(stream % plan.streams_per_slice() + 1) - first;
+  const int64_t block_in_slice = stream % plan.streams_per_slice() / plan.warps_per_block;
+  const int64_t strip_in_band = stream % plan.warps_per_block;
+  const int64_t first = plan.first_group(block_in_slice);
+  const int64_t count = plan.first_group(block_in_slice + 1) - first;
   const int64_t groups_per_slice = plan.groups_per_slice();
   const int64_t stride = plan.max_groups_per_stream();
   int32_t* rows_after = group_rows + stream * stride;
@@ -116,7 +118,8 @@ __global__ void __launch_bounds__(kWarpsPerBlock * 32, 2)
   int rows = 0;
   int even_stream = 0;  // the stream that takes the even elements
   for (int64_t g = 0; g < count; ++g) {
-    const int64_t strip_row = (first + g) / groups_per_slice * kStripRows;
+    const int64_t strip = (first + g) / groups_per_slice * plan.warps_per_block + strip_in_band;
+    const int64_t strip_row = strip * kStripRows;
     const int64_t group_column = (slice * groups_per_slice + (first + g) % groups_per_slice) * plan.group_columns();
     int counts[2] = {0, 0};
     for (int word = 0; word < mask_words; ++word) {

@@ -53,7 +53,7 @@ __global__ void __launch_bounds__(kMaxWarps * 32, 1)
                barriers + static_cast<uint32_t>(warp * (plan.lookahead + 1) * 8), lane);
 
   const bool aligned = plan.K % 8 == 0 && reinterpret_cast<uintptr_t>(dense) % 16 == 0;
-  int64_t strip = stream.first_group / static_cast<uint32_t>(groups_per_slice);
+  int64_t strip = int64_t{stream.first_group / static_cast<uint32_t>(groups_per_slice)} * plan.warps_per_block + warp;
   int group_in_strip = static_cast<int>(stream.first_group) % groups_per_slice;
   while (reader.group < reader.group_count) {
     GroupMasks<kTiles> masks;
@@ -87,7 +87,7 @@ __global__ void __launch_bounds__(kMaxWarps * 32, 1)
     reader.finish_group();
     if (++group_in_strip == groups_per_slice) {
       group_in_strip = 0;
-      ++strip;
+      strip += plan.warps_per_block;
     }
   }
 #else
