@@ -25,9 +25,10 @@ inline cudaError_t device_attribute(cudaDeviceAttr attribute, int* value) {
   return cudaDeviceGetAttribute(value, attribute, device);
 }
 
+// `cluster_z` blocks along z form a cluster; more than 1 needs compute capability 9.0.
 template <typename... Parameters>
-cudaError_t launch_overlapped(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared_bytes,
-                              cudaStream_t stream, Parameters... arguments) {
+cudaError_t launch_overlapped_clusters(void (*kernel)(Parameters...), dim3 grid, unsigned cluster_z, dim3 block,
+                                       size_t shared_bytes, cudaStream_t stream, Parameters... arguments) {
   int major = 0;
   if (const cudaError_t error = device_attribute(cudaDevAttrComputeCapabilityMajor, &major); error != cudaSuccess) {
     return error;
@@ -37,12 +38,27 @@ cudaError_t launch_overlapped(void (*kernel)(Parameters...), dim3 grid, dim3 blo
   config.blockDim = block;
   config.dynamicSmemBytes = shared_bytes;
   config.stream = stream;
-  cudaLaunchAttribute overlap = {};
-  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  overlap.val.programmaticStreamSerializationAllowed = 1;
-  config.attrs = &overlap;
-  config.numAttrs = major >= 9 ? 1 : 0;
+  cudaLaunchAttribute attributes[2] = {};
+  config.attrs = attributes;
+  if (major >= 9) {
+    cudaLaunchAttribute& overlap = attributes[config.numAttrs++];
+    overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    overlap.val.programmaticStreamSerializationAllowed = 1;
+  }
+  if (cluster_z > 1) {
+    cudaLaunchAttribute& cluster = attributes[config.numAttrs++];
+    cluster.id = cudaLaunchAttributeClusterDimension;
+    cluster.val.clusterDim.x = 1;
+    cluster.val.clusterDim.y = 1;
+    cluster.val.clusterDim.z = cluster_z;
+  }
   return cudaLaunchKernelEx(&config, kernel, arguments...);
+}
+
+template <typename... Parameters>
+cudaError_t launch_overlapped(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared_bytes,
+                              cudaStream_t stream, Parameters... arguments) {
+  return launch_overlapped_clusters(kernel, grid, 1, block, shared_bytes, stream, arguments...);
 }
 
 }  // namespace kernels

@@ -72,6 +72,22 @@ __device__ __forceinline__ void cp_async_16(uint32_t destination, const void* so
 
 __device__ __forceinline__ void cp_async_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
+// Four 8x8 matrices of 16-bit elements; lanes 8 i ... 8 i + 7 give the addresses of matrix i's rows. Lane l gets elements
+// (l / 4, 2 (l % 4)) and the next of each, or with _trans of their transposes.
+__device__ __forceinline__ void ldmatrix_x4(uint32_t (&v)[4], uint32_t address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3])
+               : "r"(address)
+               : "memory");
+}
+
+__device__ __forceinline__ void ldmatrix_x4_trans(uint32_t (&v)[4], uint32_t address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3])
+               : "r"(address)
+               : "memory");
+}
+
 // d += a * b for one 16x8 tile and 16 columns of K, fp32 accumulators.
 template <typename T>
 __device__ __forceinline__ void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1);
@@ -164,6 +180,27 @@ __device__ __forceinline__ int atomic_increment_acq_rel(int32_t* p) {
   int old;
   asm volatile("atom.add.acq_rel.gpu.global.s32 %0, [%1], 1;" : "=r"(old) : "l"(p) : "memory");
   return old;
+}
+
+// Thread-block clusters: the address of another block's shared memory, reads of it, and a barrier of all threads that
+// makes shared stores before it visible to such reads after it.
+__device__ __forceinline__ uint32_t mapa(uint32_t address, uint32_t rank) {
+  uint32_t mapped;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(mapped) : "r"(address), "r"(rank));
+  return mapped;
+}
+
+__device__ __forceinline__ float2 ld_shared_cluster_v2(uint32_t address) {
+  float2 v;
+  asm volatile("ld.shared::cluster.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(address) : "memory");
+  return v;
+}
+
+__device__ __forceinline__ void barrier_cluster() {
+  asm volatile(
+      "barrier.cluster.arrive.release.aligned;\n"
+      "barrier.cluster.wait.acquire.aligned;" ::
+          : "memory");
 }
 
 // Programmatic dependent launch: let the next kernel start; wait until the one before has finished and flushed.
