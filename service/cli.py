@@ -75,13 +75,42 @@ def serve(
     api_key: Annotated[
         str | None,
         _flag(
-            "Key clients must send as a bearer token. Prefer LACUNAR_API_KEY: others can see arguments.",
+            "Keys clients must send as a bearer token, parted by commas. Prefer LACUNAR_API_KEY or a file: "
+            "others can see arguments.",
             _NETWORK,
         ),
     ] = None,
+    api_key_file: Annotated[
+        Path | None, _flag("File with further keys, one a line. Default: none.", _NETWORK)
+    ] = None,
+    admin_port: Annotated[
+        int | None, _flag("Port for /metrics and /openapi.json instead. Default: the main one.", _NETWORK)
+    ] = None,
+    cors_origins: Annotated[
+        str | None, _flag("Origins of pages that may use it, by commas. Default: none.", _NETWORK)
+    ] = None,
+    tls_certificate: Annotated[
+        Path | None, _flag("PEM file with the certificate chain, for HTTPS.", _NETWORK)
+    ] = None,
+    tls_key: Annotated[Path | None, _flag("PEM file with its private key.", _NETWORK)] = None,
     max_body_bytes: Annotated[int | None, _flag("Largest request body. Default 4 MiB.", _NETWORK)] = None,
     max_choices: Annotated[
         int | None, _flag("Most choices in one request: prompts times n. Default 128.", _NETWORK)
+    ] = None,
+    max_request_tokens: Annotated[
+        int | None, _flag("Most tokens of all choices of one request. Default 4194304.", _NETWORK)
+    ] = None,
+    max_header_bytes: Annotated[
+        int | None, _flag("Longest request line and headers. Default 65536.", _NETWORK)
+    ] = None,
+    max_connections: Annotated[
+        int | None, _flag("Connections that may be open at once. Default 4096.", _NETWORK)
+    ] = None,
+    body_seconds: Annotated[
+        float | None, _flag("A body must have arrived within this. Default 60.", _NETWORK)
+    ] = None,
+    request_seconds: Annotated[
+        float | None, _flag("An answer must be complete within this. Default 3600.", _NETWORK)
     ] = None,
     keep_alive_seconds: Annotated[
         int | None, _flag("Idle connections are closed after this. Default 75.", _NETWORK)
@@ -98,6 +127,10 @@ def serve(
     ] = None,
     implementation: Annotated[
         str | None, _flag("auto, native or transformers: whose forward pass runs. Default auto.", _ENGINE)
+    ] = None,
+    tool_format: Annotated[
+        str | None,
+        _flag("auto, hermes, llama3, mistral or none: how tool calls are written. Default auto.", _ENGINE),
     ] = None,
     max_model_len: Annotated[
         int | None, _flag("Longest prompt plus output, in tokens. Default: the model's limit.", _ENGINE)
@@ -157,6 +190,16 @@ def serve(
     log_level: Annotated[
         str | None, _flag("debug, info, warning or error. Default info.", _OPERATION)
     ] = None,
+    log_format: Annotated[str | None, _flag("text or json. Default text.", _OPERATION)] = None,
+    log_bodies: Annotated[
+        bool | None,
+        typer.Option(
+            "--log-bodies/--no-log-bodies",
+            help="Also log request bodies, prompts included. Default: off.",
+            rich_help_panel=_OPERATION,
+            show_default=False,
+        ),
+    ] = None,
     access_log: Annotated[
         bool | None,
         typer.Option(
@@ -185,7 +228,7 @@ def serve(
             f"{settings.model} {found}. MODEL is a local model directory, such as `lacunar prune` writes; "
             "nothing is downloaded"
         )
-    configure_logging(settings.log_level.upper())
+    configure_logging(settings.log_level.upper(), settings.log_format)
 
     from service.tokenization import keep_torch_out
 

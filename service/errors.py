@@ -69,6 +69,22 @@ class EngineUnavailable(LacunarError):
     code = "engine_unavailable"
 
 
+class BodyTimeout(LacunarError):
+    """The client did not send its whole body in time."""
+
+    status = 408
+    error_type = "invalid_request_error"
+    code = "body_timeout"
+
+
+class RequestTimeout(LacunarError):
+    """The answer was not complete within `request_seconds`."""
+
+    status = 504
+    error_type = "timeout_error"
+    code = "request_timeout"
+
+
 class StartupError(LacunarError):
     """The server cannot start; the message says what was expected, what was found and where."""
 

@@ -38,6 +38,7 @@ FINISH_REASONS: tuple[FinishReason, ...] = ("stop", "length", "abort", "error")
 REJECTION_REASONS = (
     "invalid",
     "too_large",
+    "body_timeout",
     "unauthorized",
     "model_not_found",
     "queue_full",
@@ -97,6 +98,14 @@ class Metrics:
             "lacunar_request_duration_seconds",
             "From the arrival of the request's headers to the end of its answer (end to end).",
             "endpoint",
+        )
+        self.admission = self._latency(
+            "lacunar_admission_seconds",
+            "From the arrival of a request's headers to its start in the engine: body, checks, tokenising.",
+        )
+        self.token_write = self._latency(
+            "lacunar_token_write_seconds",
+            "From the engine's sending of a streamed token to its writing to the client's socket.",
         )
 
         # Latency, seen from the engine

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, SecretStr, ValidationError, field_validator
+from pydantic import Field, SecretStr, ValidationError, field_validator, model_validator
 from pydantic_settings import (
     BaseSettings,
     InitSettingsSource,
@@ -53,10 +53,39 @@ class Settings(BaseSettings):
 
     host: str = Field("127.0.0.1", min_length=1, description="Address to listen on.")
     port: int = Field(8000, ge=0, le=65535, description="Port to listen on; 0 takes a free one.")
-    api_key: SecretStr | None = Field(
-        None, description="Clients must send it as `Authorization: Bearer KEY`; health and metrics stay open."
+    admin_port: int | None = Field(
+        None,
+        ge=0,
+        le=65535,
+        description="Port for /metrics and /openapi.json, which then leave the main one; health is on both.",
     )
+    api_key: SecretStr | None = Field(
+        None,
+        description="Clients must send it as `Authorization: Bearer KEY`; several are parted by commas. "
+        "Health and metrics stay open.",
+    )
+    api_key_file: Path | None = Field(
+        None, description="File with further API keys, one a line; lines that begin with # are left out."
+    )
+    cors_origins: str | None = Field(
+        None,
+        min_length=1,
+        description="Origins whose pages may use the server, parted by commas; * for all. Default: none.",
+    )
+    tls_certificate: Path | None = Field(None, description="PEM file with the certificate chain, for HTTPS.")
+    tls_key: Path | None = Field(None, description="PEM file with the certificate's private key.")
     max_body_bytes: PositiveInt = Field(4 * 1024 * 1024, description="Largest request body.")
+    max_header_bytes: PositiveInt = Field(64 * 1024, description="Longest request line and headers together.")
+    max_connections: PositiveInt = Field(4096, description="Connections that may be open at once.")
+    max_request_tokens: PositiveInt = Field(
+        4 * 1024 * 1024, description="Most tokens that all choices of one request may have together."
+    )
+    body_seconds: PositiveSeconds = Field(
+        60.0, description="A request's body must have arrived within this time."
+    )
+    request_seconds: PositiveSeconds = Field(
+        3600.0, description="An answer must be complete within this time; else it ends with an error."
+    )
     max_choices: PositiveInt = Field(
         128, description="Most choices that one request may ask for: prompts times n."
     )
@@ -74,7 +103,11 @@ class Settings(BaseSettings):
     )
     gpu_sample_seconds: PositiveSeconds = Field(1.0, description="Pause between two samples of the GPUs.")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least level logged.")
+    log_format: Literal["text", "json"] = Field("text", description="Log lines as text or as JSON objects.")
     access_log: bool = Field(True, description="Log one line for each request (never its text).")
+    log_bodies: bool = Field(
+        False, description="Also log the first 2000 characters of request bodies, prompts included."
+    )
 
     device: str = Field(
         "cpu", pattern=r"^(cpu|cuda(:\d+)?)$", description="Where the model runs: cpu, cuda or cuda:N."
@@ -87,6 +120,10 @@ class Settings(BaseSettings):
     )
     implementation: Literal["auto", "native", "transformers"] = Field(
         "auto", description="Whose forward pass runs; auto: native where the architecture is known."
+    )
+    tool_format: Literal["auto", "hermes", "llama3", "mistral", "none"] = Field(
+        "auto",
+        description="How the model writes tool calls; auto: as its chat template shows; none: not read.",
     )
     max_model_len: PositiveInt | None = Field(
         None, description="Longest sequence (prompt and output) in tokens; default: the model's own limit."
@@ -120,10 +157,44 @@ class Settings(BaseSettings):
     @classmethod
     def _usable_key(cls, key: SecretStr | None) -> SecretStr | None:
         if key is not None:
-            text = key.get_secret_value()
-            if not text or not text.isascii() or any(c.isspace() for c in text):
-                raise ValueError("an API key is one or more ASCII characters without spaces")
+            for text in key.get_secret_value().split(","):
+                _check_key(text)
         return key
+
+    @model_validator(mode="after")
+    def _tls_needs_both(self) -> Settings:
+        if (self.tls_certificate is None) != (self.tls_key is None):
+            raise ValueError("tls_certificate and tls_key are only of use together")
+        return self
+
+    def api_keys(self) -> frozenset[str]:
+        """The keys from `api_key` and `api_key_file`; none means that the server is open.
+
+        Raises:
+            SettingsError: the file cannot be read, or a line is no key.
+        """
+        keys = [] if self.api_key is None else self.api_key.get_secret_value().split(",")
+        if self.api_key_file is not None:
+            try:
+                lines = self.api_key_file.read_text(encoding="utf-8").splitlines()
+            except (OSError, UnicodeDecodeError) as error:
+                raise SettingsError(
+                    f"{self.api_key_file}: the API keys cannot be read: {error}", param="api_key_file"
+                ) from error
+            for number, line in enumerate(lines, 1):
+                text = line.strip()
+                if not text or text.startswith("#"):
+                    continue
+                try:
+                    keys.append(_check_key(text))
+                except ValueError as error:
+                    raise SettingsError(
+                        f"{self.api_key_file}, line {number}: {error}", param="api_key_file"
+                    ) from error
+            if not keys:
+                # An empty file would open the server to everyone.
+                raise SettingsError(f"{self.api_key_file} has no API key", param="api_key_file")
+        return frozenset(keys)
 
     @classmethod
     def settings_customise_sources(
@@ -173,7 +244,14 @@ class Settings(BaseSettings):
             enable_prefix_caching=self.enable_prefix_caching,
             seed=self.seed,
             threads=self.threads,
+            log_format=self.log_format,
         )
+
+
+def _check_key(text: str) -> str:
+    if not text or not text.isascii() or any(c.isspace() or c == "," for c in text):
+        raise ValueError("an API key is one or more ASCII characters without spaces and commas")
+    return text
 
 
 def load_settings(flags: Mapping[str, Any], config_file: Path | None = None) -> Settings:

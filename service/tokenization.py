@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,12 @@ class Tokenizer:
         self._added: dict[int, str] = {
             token_id: token.content for token_id, token in tokenizer.added_tokens_decoder.items()
         }
+        # Arguments of the library's own, which are not for clients to set.
+        self._template_arguments = frozenset(inspect.signature(tokenizer.apply_chat_template).parameters)
+        self._special: set[int | str] = set()
+        for token_id, token in tokenizer.added_tokens_decoder.items():
+            if token.special:
+                self._special |= {token_id, token.content}
         backend = getattr(tokenizer, "backend_tokenizer", None)
         decoder = "" if backend is None else json.dumps(json.loads(backend.to_str()).get("decoder"))
         self._byte_level = "ByteLevel" in decoder
@@ -93,35 +100,83 @@ class Tokenizer:
         """Whether the checkpoint brings a chat template."""
         return bool(self._tokenizer.chat_template)
 
+    def template_text(self, *, with_tools: bool = False) -> str:
+        """The template for such a conversation; a checkpoint may bring one for tools alone."""
+        template = self._tokenizer.chat_template
+        if isinstance(template, dict):
+            names = ("tool_use", "default") if with_tools else ("default", "tool_use")
+            template = next((template[name] for name in names if name in template), "")
+        return template or ""
+
     def apply_chat_template(
-        self, messages: Sequence[dict[str, Any]], *, add_generation_prompt: bool = True
+        self,
+        messages: Sequence[dict[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[dict[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
     ) -> list[int]:
         """Render messages with the model's template (in transformers' jinja sandbox) and encode the result.
+
+        Args:
+            messages: the conversation.
+            add_generation_prompt: begin the assistant's answer.
+            continue_final_message: end within the last message, which the output continues.
+            tools: function definitions for the template.
+            variables: further variables for it.
 
         Raises:
             InvalidRequest: the model has no template, or its template refuses these messages.
         """
+        for name in variables or ():
+            if name in self._template_arguments or not name.isidentifier():
+                raise InvalidRequest(
+                    f"{name[:80]!r} is no variable of a template", param="chat_template_kwargs"
+                )
         if not self.has_chat_template:
             raise InvalidRequest(
                 "this model has no chat template; use /v1/completions instead", param="messages"
             )
         try:
             text = self._tokenizer.apply_chat_template(
-                list(messages), tokenize=False, add_generation_prompt=add_generation_prompt
+                list(messages),
+                tools=None if tools is None else list(tools),
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                **(variables or {}),
             )
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
+        except (
+            jinja2.TemplateError,
+            TypeError,
+            ValueError,
+            LookupError,
+            AttributeError,
+            ArithmeticError,
+            RecursionError,
+        ) as error:
             raise InvalidRequest(
                 f"the model's chat template does not accept these messages: {error}", param="messages"
             ) from error
         # The template writes the special tokens itself.
         return self.encode(text, add_special_tokens=False)
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of the tokens, special tokens left out, nothing cleaned up."""
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Text of the tokens, special tokens left out unless wanted, nothing cleaned up."""
         text: str = self._tokenizer.decode(
-            list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
+            list(token_ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
         )
         return text
+
+    def is_special(self, token: int | str) -> bool:
+        """Whether this id or this text is a special token, one that `decode` leaves out."""
+        return token in self._special
+
+    @property
+    def spaces_depend_on_context(self) -> bool:
+        """Whether a token's leading space is dropped where it stands first in what is decoded."""
+        return not self._byte_level
 
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes one token stands for, which may be a part of a character; empty for an unused id."""
@@ -160,35 +215,45 @@ class IncrementalDetokenizer:
 
     The pieces join to `Tokenizer.decode` of all tokens. A character whose bytes are spread over tokens comes
     out whole, with its last token; bytes that never form a character come out as U+FFFD at the end.
+
+    Args:
+        skip_special_tokens: leave special tokens out.
+        after: tokens that come before and whose text is shown already.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True, after: Sequence[int] = ()
+    ) -> None:
         self._tokenizer = tokenizer
-        self._ids: list[int] = []
+        self._skip = skip_special_tokens
+        self._ids: list[int] = list(after)
         # Tokens [context, read) are decoded again as left context (a piece's leading space depends on it);
         # `_shown` characters of decode(ids[context:]) are already out.
         self._context = 0
-        self._read = 0
-        self._shown = 0
+        self._read = len(self._ids)
+        self._shown = len(self._decode().rstrip(_REPLACEMENT)) if self._ids else 0
 
     def push(self, token_ids: Sequence[int]) -> str:
         """Add tokens; returns the text that is now complete."""
         self._ids.extend(token_ids)
-        text = self._tokenizer.decode(self._ids[self._context :])
+        text = self._decode()
         pending = len(self._ids) - self._read > _MAX_PENDING_TOKENS
         if not text.endswith(_REPLACEMENT) or pending:
             piece = text[self._shown :]
             self._context, self._read = self._read, len(self._ids)
-            self._shown = len(self._tokenizer.decode(self._ids[self._context :]))
+            self._shown = len(self._decode())
             return piece
         whole = text.rstrip(_REPLACEMENT)
         piece = whole[self._shown :]
         self._shown = max(self._shown, len(whole))
         return piece
 
+    def _decode(self) -> str:
+        return self._tokenizer.decode(self._ids[self._context :], skip_special_tokens=self._skip)
+
     def flush(self) -> str:
         """The sequence is over: returns what was held back."""
-        text = self._tokenizer.decode(self._ids[self._context :])
+        text = self._decode()
         piece = text[self._shown :]
         self._shown = len(text)
         return piece

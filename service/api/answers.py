@@ -24,6 +24,7 @@ from .schemas import (
     Completion,
     CompletionChoice,
     CompletionLogprobs,
+    ToolCallDelta,
     TopLogprob,
     Usage,
 )
@@ -48,12 +49,12 @@ class AnswerFormat(ABC):
         self.want_logprobs = want_logprobs
 
     @abstractmethod
-    def whole(self, texts: Sequence[str], logprobs: Sequence[list[LogprobEntry]]) -> BaseModel:
-        """The answer to a request without `stream`."""
+    def whole(self, parts: Sequence[Piece]) -> BaseModel:
+        """The answer to a request without `stream`; `parts` has all of each choice."""
 
     @abstractmethod
-    def chunk(self, choice: Choice, piece: Piece) -> BaseModel:
-        """One event of a stream. Fields that are not set are left out of it."""
+    def chunks(self, choice: Choice, piece: Piece, usage: Usage | None) -> Sequence[BaseModel]:
+        """The events of a stream for one piece. Fields that are not set are left out of them."""
 
     @abstractmethod
     def usage_chunk(self, usage: Usage) -> BaseModel:
@@ -63,20 +64,20 @@ class AnswerFormat(ABC):
 class CompletionFormat(AnswerFormat):
     """Writes for /v1/completions."""
 
-    def whole(self, texts: Sequence[str], logprobs: Sequence[list[LogprobEntry]]) -> Completion:
+    def whole(self, parts: Sequence[Piece]) -> Completion:
         """See AnswerFormat."""
         choices = [
             CompletionChoice(
                 index=choice.index,
-                text=text,
-                logprobs=self._logprobs(entries),
+                text=part.text,
+                logprobs=self._logprobs(part.logprobs),
                 finish_reason=choice.finish_reason,
             )
-            for choice, text, entries in zip(self.generation.choices, texts, logprobs, strict=True)
+            for choice, part in zip(self.generation.choices, parts, strict=True)
         ]
         return self._answer(choices, self.generation.usage)
 
-    def chunk(self, choice: Choice, piece: Piece) -> Completion:
+    def chunks(self, choice: Choice, piece: Piece, usage: Usage | None) -> Sequence[Completion]:
         """See AnswerFormat."""
         content = CompletionChoice(
             index=choice.index,
@@ -84,7 +85,7 @@ class CompletionFormat(AnswerFormat):
             logprobs=self._logprobs(piece.logprobs),
             finish_reason=piece.finish_reason,
         )
-        return self._answer([content], None)
+        return [self._answer([content], usage)]
 
     def usage_chunk(self, usage: Usage) -> Completion:
         """See AnswerFormat."""
@@ -124,7 +125,20 @@ class CompletionFormat(AnswerFormat):
 class ChatFormat(AnswerFormat):
     """Writes for /v1/chat/completions."""
 
-    def whole(self, texts: Sequence[str], logprobs: Sequence[list[LogprobEntry]]) -> ChatCompletion:
+    def __init__(
+        self,
+        generation: Generation,
+        model: str,
+        tokenizer: Tokenizer,
+        *,
+        want_logprobs: bool,
+        named_tool: bool = False,
+    ) -> None:
+        super().__init__(generation, model, tokenizer, want_logprobs=want_logprobs)
+        # OpenAI says "stop" where the client named the function.
+        self._calls_reason = "stop" if named_tool else "tool_calls"
+
+    def whole(self, parts: Sequence[Piece]) -> ChatCompletion:
         """See AnswerFormat."""
         return ChatCompletion(
             id=self.generation.id,
@@ -133,29 +147,59 @@ class ChatFormat(AnswerFormat):
             choices=[
                 ChatChoice(
                     index=choice.index,
-                    message=AssistantMessage(content=text),
-                    logprobs=self._logprobs(entries),
-                    finish_reason=choice.finish_reason,
+                    message=_message(part),
+                    logprobs=self._logprobs(part.logprobs),
+                    finish_reason=self._finish_reason(choice),
                 )
-                for choice, text, entries in zip(self.generation.choices, texts, logprobs, strict=True)
+                for choice, part in zip(self.generation.choices, parts, strict=True)
             ],
             usage=self.generation.usage,
         )
 
-    def chunk(self, choice: Choice, piece: Piece) -> ChatCompletionChunk:
-        """See AnswerFormat. The first event of a choice names the role."""
-        delta = ChatDelta()
+    def chunks(self, choice: Choice, piece: Piece, usage: Usage | None) -> Sequence[ChatCompletionChunk]:
+        """See AnswerFormat. The first event of a choice names the role and has no text yet."""
+        chunks = []
         if piece.first:
-            delta = ChatDelta(role="assistant", content=piece.text)
-        elif piece.text:
-            delta = ChatDelta(content=piece.text)
+            nothing = None
+            if usage is not None:
+                nothing = usage.model_copy(
+                    update={"completion_tokens": 0, "total_tokens": usage.prompt_tokens}
+                )
+            role = ChatDelta(role="assistant", content="")
+            chunks.append(self._chunk(choice, role, [], None, nothing))
+        delta = ChatDelta()
+        if piece.text:
+            delta.content = piece.text
+        if piece.tool_calls:
+            assert choice.tool_parser is not None
+            begin = len(choice.tool_parser.calls) - len(piece.tool_calls)
+            delta.tool_calls = [
+                ToolCallDelta(**call.model_dump(), index=begin + offset)
+                for offset, call in enumerate(piece.tool_calls)
+            ]
+        finish_reason = None if piece.finish_reason is None else self._finish_reason(choice)
+        chunks.append(self._chunk(choice, delta, piece.logprobs, finish_reason, usage))
+        return chunks
+
+    def _chunk(
+        self,
+        choice: Choice,
+        delta: ChatDelta,
+        entries: Sequence[LogprobEntry],
+        finish_reason: str | None,
+        usage: Usage | None,
+    ) -> ChatCompletionChunk:
         content = ChatChunkChoice(
             index=choice.index,
             delta=delta,
-            logprobs=self._logprobs(piece.logprobs),
-            finish_reason=piece.finish_reason,
+            logprobs=self._logprobs(entries),
+            finish_reason=finish_reason,
         )
-        return self._event([content], None)
+        return self._event([content], usage)
+
+    def _finish_reason(self, choice: Choice) -> str | None:
+        called = choice.tool_parser is not None and choice.tool_parser.calls
+        return self._calls_reason if called and choice.finish_reason == "stop" else choice.finish_reason
 
     def usage_chunk(self, usage: Usage) -> ChatCompletionChunk:
         """See AnswerFormat."""
@@ -190,6 +234,12 @@ class ChatFormat(AnswerFormat):
             logprob=_finite(logprob),
             bytes=list(self.tokenizer.token_bytes(token_id)),
         )
+
+
+def _message(part: Piece) -> AssistantMessage:
+    if not part.tool_calls:
+        return AssistantMessage(content=part.text)
+    return AssistantMessage(content=part.text if part.text.strip() else None, tool_calls=part.tool_calls)
 
 
 def _finite(logprob: float) -> float:

@@ -8,28 +8,46 @@ from fastapi import FastAPI, Request
 from fastapi.openapi.utils import get_openapi
 from pydantic.json_schema import models_json_schema
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import JSONResponse, Response
 
 from service import __version__
-from service.errors import LacunarError, RequestTooLarge
+from service.errors import BodyTimeout, LacunarError, RequestTooLarge
 
 from .context import ServerContext
 from .errors import error_response
 from .middleware import ApiKeyMiddleware, RequestMiddleware
-from .routes import make_router
-from .schemas import ChatCompletionRequest, CompletionRequest, ErrorBody, ErrorDetail
+from .routes import make_health_router, make_metrics_router, make_router
+from .schemas import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    ErrorBody,
+    ErrorDetail,
+    TokenizeRequest,
+)
 
 
 def create_app(context: ServerContext) -> FastAPI:
     """The application over a started engine. Sets no signal handlers and starts nothing."""
-    # Without docs_url and redoc_url: those pages load scripts from another host.
-    app = FastAPI(title="Lacunar", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False)
+    settings = context.settings
+    apart = settings.admin_port is not None
+    app = _bare_app(context, documented=not apart)
     app.include_router(make_router(context))
-    app.add_exception_handler(LacunarError, _answer_error)
-    app.add_exception_handler(HTTPException, _answer_http_error)
+    app.include_router(make_health_router(context))
+    if not apart:
+        app.include_router(make_metrics_router(context))
     # The last one added is the outermost.
-    if context.settings.api_key is not None:
-        app.add_middleware(ApiKeyMiddleware, context=context, key=context.settings.api_key.get_secret_value())
+    if keys := settings.api_keys():
+        app.add_middleware(ApiKeyMiddleware, context=context, keys=keys)
+    if settings.cors_origins is not None:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=[origin.strip() for origin in settings.cors_origins.split(",")],
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=["X-Request-Id", "Retry-After"],
+        )
     app.add_middleware(RequestMiddleware, context=context)
     app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
     context.engine.on_stats = context.metrics.observe_stats
@@ -37,9 +55,39 @@ def create_app(context: ServerContext) -> FastAPI:
     return app
 
 
+def create_admin_app(context: ServerContext, main: FastAPI) -> FastAPI:
+    """What `admin_port` serves: metrics, health, and the document of the main application. Without a key:
+    who may reach the port is the network's business."""
+    app = _bare_app(context, documented=False)
+    app.include_router(make_health_router(context))
+    app.include_router(make_metrics_router(context))
+
+    @app.get("/openapi.json", include_in_schema=False)
+    async def openapi() -> JSONResponse:
+        return JSONResponse(main.openapi())
+
+    app.add_middleware(RequestMiddleware, context=context)
+    return app
+
+
+def _bare_app(context: ServerContext, *, documented: bool) -> FastAPI:
+    # Without docs_url and redoc_url: those pages load scripts from another host.
+    app = FastAPI(
+        title="Lacunar",
+        version=__version__,
+        docs_url=None,
+        redoc_url=None,
+        openapi_url="/openapi.json" if documented else None,
+        redirect_slashes=False,
+    )
+    app.add_exception_handler(LacunarError, _answer_error)
+    app.add_exception_handler(HTTPException, _answer_http_error)
+    return app
+
+
 async def _answer_error(_: Request, error: Exception) -> Response:
     assert isinstance(error, LacunarError)
-    return error_response(error, close=isinstance(error, RequestTooLarge))
+    return error_response(error, close=isinstance(error, RequestTooLarge | BodyTimeout))
 
 
 async def _answer_http_error(request: Request, error: Exception) -> Response:
@@ -62,6 +110,8 @@ def _openapi(app: FastAPI) -> dict[str, Any]:
             [
                 (CompletionRequest, "validation"),
                 (ChatCompletionRequest, "validation"),
+                (TokenizeRequest, "validation"),
+                (DetokenizeRequest, "validation"),
                 (ErrorBody, "validation"),
             ],
             ref_template="#/components/schemas/{model}",

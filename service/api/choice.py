@@ -9,7 +9,12 @@ from service.engine.protocol import FinishReason, RequestOutput, TokenLogprobs
 from service.errors import EngineUnavailable, LacunarError
 from service.tokenization import IncrementalDetokenizer, Tokenizer
 
+from .schemas import ToolCall
 from .stop_strings import StopStringMatcher
+from .tools import ToolCallParser
+
+# Tokens of the prompt that are decoded with the output, so that its first space is kept.
+_CONTEXT_TOKENS = 6
 
 
 class SequenceFailed(LacunarError):
@@ -33,13 +38,14 @@ class Piece:
 
     text: str = ""
     logprobs: list[LogprobEntry] = field(default_factory=list)
+    tool_calls: list[ToolCall] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     first: bool = False
 
     @property
     def empty(self) -> bool:
         """Nothing in it for a client."""
-        return not self.text and not self.logprobs and self.finish_reason is None
+        return not (self.text or self.logprobs or self.tool_calls or self.finish_reason)
 
 
 class Choice:
@@ -52,6 +58,9 @@ class Choice:
         min_tokens: stop strings are not looked for before this many tokens.
         want_logprobs: whether the engine sends log probabilities.
         echo: the prompt's text to begin with, or None.
+        skip_special_tokens: leave special tokens out of the text.
+        after_prompt: the text goes on where the prompt's ends.
+        tool_parser: finds tool calls in the text.
     """
 
     def __init__(
@@ -65,6 +74,9 @@ class Choice:
         min_tokens: int = 0,
         want_logprobs: bool = False,
         echo: str | None = None,
+        skip_special_tokens: bool = True,
+        after_prompt: bool = False,
+        tool_parser: ToolCallParser | None = None,
     ) -> None:
         self.index = index
         self.prompt_token_ids = prompt_token_ids
@@ -72,7 +84,11 @@ class Choice:
         self.cached_tokens = 0
         self.finish_reason: FinishReason | None = None
         self._tokenizer = tokenizer
-        self._detokenizer = IncrementalDetokenizer(tokenizer)
+        after = prompt_token_ids[-_CONTEXT_TOKENS:] if after_prompt else ()
+        self._detokenizer = IncrementalDetokenizer(
+            tokenizer, skip_special_tokens=skip_special_tokens, after=after
+        )
+        self.tool_parser = tool_parser
         self._matcher = StopStringMatcher(stops, include_match=include_stop)
         self._min_tokens = min_tokens
         self._want_logprobs = want_logprobs
@@ -142,7 +158,11 @@ class Choice:
             for token_id, logprobs in zip(self.prompt_token_ids, prompt_logprobs, strict=True):
                 logprob, top = (None, []) if logprobs is None else (logprobs.logprob, logprobs.top)
                 self._entries.append(LogprobEntry(token_id, logprob, top, min(offset, len(self._echo))))
-                offset += len(detokenizer.push([token_id]))
+                if not self._tokenizer.is_special(token_id):
+                    offset += len(detokenizer.push([token_id]))
+                elif self._echo.startswith(written := self._tokenizer.token_text(token_id), offset):
+                    # Others the tokenizer added by itself; they take no place in the text.
+                    offset += len(written)
         self._decoded = len(self._echo)
         return self._echo
 
@@ -162,6 +182,12 @@ class Choice:
             ready = self._entries
         self._entries = [] if self.finish_reason is not None else self._entries[len(ready) :]
         piece = Piece(text=text, logprobs=ready, finish_reason=self.finish_reason)
+        if self.tool_parser is not None:
+            piece.text, piece.tool_calls = self.tool_parser.feed(text)
+            if self.finish_reason is not None:
+                rest, calls = self.tool_parser.flush()
+                piece.text += rest
+                piece.tool_calls += calls
         if not piece.empty:
             piece.first, self._announced = not self._announced, True
         return piece

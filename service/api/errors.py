@@ -70,6 +70,8 @@ def from_validation(error: ValidationError) -> InvalidBody:
 def _path(location: tuple[int | str, ...]) -> str:
     """`("messages", 0, "content", "str")` -> `messages[0].content`; names of union members are left out."""
     path = ""
+    if location[0] == "response_format":
+        location = (location[0], *location[2:])  # without the type that chose the union's member
     for part in location:
         if isinstance(part, int):
             path += f"[{part}]"

@@ -8,9 +8,12 @@ import uuid
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
-from service.engine.client import RequestStream
+import msgspec
+
+from service.engine.client import Arrived, RequestStream
+from service.engine.grammar_client import Grammar
 from service.engine.protocol import RequestOutput, SamplingParams
 from service.errors import ContextLengthExceeded, InvalidRequest, LacunarError, ModelNotFound
 
@@ -22,12 +25,15 @@ from .schemas import (
     GenerationRequest,
     Prompt,
     PromptTokensDetails,
+    TemplateFields,
     Usage,
 )
+from .tools import ToolCallParser, ToolFormat, is_forced
 
 # Shorter texts are tokenised in the event loop (well under a millisecond); longer ones in a thread, where
 # the tokenizer releases the interpreter.
 _INLINE_CHARACTERS = 4096
+_INLINE_MESSAGES = 32
 
 _COMPLETION_MAX_TOKENS = 16  # OpenAI's default for /v1/completions
 _SEED_RANGE = 2**63
@@ -82,7 +88,7 @@ async def _tokenize(context: ServerContext, prompt: Prompt, name: str, *, keep_t
                 f"{name} has token id {wrong}, but this model's token ids are 0 to {vocabulary - 1}",
                 param="prompt",
             )
-        text = context.tokenizer.decode(token_ids) if keep_text else ""
+        text = context.tokenizer.decode(token_ids, skip_special_tokens=False) if keep_text else ""
     if not token_ids:
         raise InvalidRequest(f"{name} gives no tokens; at least one is needed", param="prompt")
     return TokenizedPrompt(token_ids, text if keep_text else None, name)
@@ -91,14 +97,33 @@ async def _tokenize(context: ServerContext, prompt: Prompt, name: str, *, keep_t
 async def tokenize_chat(context: ServerContext, request: ChatCompletionRequest) -> list[TokenizedPrompt]:
     """Render the conversation with the model's template and encode it."""
     _check_choices(context, 1, request.n)
-    messages = [message.for_template() for message in request.messages]
-    if sum(len(message["content"]) for message in messages) <= _INLINE_CHARACTERS:
-        token_ids = context.tokenizer.apply_chat_template(messages)
-    else:
-        token_ids = await asyncio.to_thread(context.tokenizer.apply_chat_template, messages)
+    token_ids = await render_chat(context, request)
     if not token_ids:
         raise InvalidRequest("messages give no tokens; at least one is needed", param="messages")
     return [TokenizedPrompt(token_ids, None, "messages")]
+
+
+async def render_chat(context: ServerContext, request: TemplateFields) -> list[int]:
+    """Token ids of a conversation by the model's template."""
+    limit = context.max_sequence_tokens
+    if len(request.messages) > limit:
+        # Before the template runs, which takes seconds for so many.
+        raise ContextLengthExceeded(
+            f"This model's maximum context length is {limit} tokens, but there are {len(request.messages)} "
+            "messages. Shorten the conversation.",
+            param="messages",
+        )
+    messages = [message.for_template() for message in request.messages]
+    variables = request.template_variables()
+    small = (
+        len(messages) <= _INLINE_MESSAGES
+        and not variables["tools"]
+        and not variables["variables"]
+        and sum(len(message["content"]) for message in messages) <= _INLINE_CHARACTERS
+    )
+    if small:
+        return context.tokenizer.apply_chat_template(messages, **variables)
+    return await asyncio.to_thread(context.tokenizer.apply_chat_template, messages, **variables)
 
 
 def check_model(context: ServerContext, name: str | None) -> None:
@@ -159,8 +184,23 @@ def _logprob_counts(request: GenerationRequest) -> tuple[int | None, int | None]
     return (request.top_logprobs or 0) if request.logprobs else None, None
 
 
+def _check_total(context: ServerContext, request: GenerationRequest, samplings: list[SamplingParams]) -> None:
+    total = sum(sampling.max_tokens for sampling in samplings) * (request.n or 1)
+    limit = context.settings.max_request_tokens
+    if total > limit:
+        raise InvalidRequest(
+            f"all choices together may have {total} tokens, but one request may ask for at most {limit}. "
+            "Lower n or max_tokens.",
+            param="n" if (request.n or 1) > 1 else "max_tokens",
+        )
+
+
 def _sampling(
-    context: ServerContext, request: GenerationRequest, prompt: TokenizedPrompt, choice: int
+    context: ServerContext,
+    request: GenerationRequest,
+    prompt: TokenizedPrompt,
+    choice: int,
+    grammar: Grammar | None,
 ) -> SamplingParams:
     defaults = context.defaults
     max_tokens = _max_tokens(context, request, prompt)
@@ -189,7 +229,16 @@ def _sampling(
         prompt_logprobs=prompt_logprobs,
         stop_token_ids=tuple(request.stop_token_ids or ()),
         ignore_eos=bool(request.ignore_eos),
+        grammar=None if grammar is None else grammar.key,
     )
+
+
+def _tool_parser(request: GenerationRequest, tool_format: ToolFormat | None) -> ToolCallParser | None:
+    if tool_format is None:
+        return None
+    assert isinstance(request, ChatCompletionRequest)
+    names = [tool.function.name for tool in request.tools or ()]
+    return ToolCallParser(tool_format, names, forced=is_forced(request))
 
 
 def _or(value: Value | None, default: Value) -> Value:
@@ -232,11 +281,15 @@ class Generation:
         prompts: Sequence[TokenizedPrompt],
         *,
         arrived: float,
+        grammar: Grammar | None = None,
+        tool_format: ToolFormat | None = None,
     ) -> Generation:
         """Check everything, then take the request into the engine.
 
         Args:
             arrived: `time.monotonic()` when the request came in.
+            grammar: what the output must match.
+            tool_format: how tool calls in the output are written, where they are looked for.
 
         Raises:
             InvalidRequest, ContextLengthExceeded: a limit is exceeded; nothing was started.
@@ -246,7 +299,13 @@ class Generation:
         n = request.n or 1
         _check_token_fields(context, request)
         echo = isinstance(request, CompletionRequest) and bool(request.echo)
-        samplings = [[_sampling(context, request, prompt, k) for k in range(n)] for prompt in prompts]
+        samplings = [
+            [_sampling(context, request, prompt, k, grammar) for k in range(n)] for prompt in prompts
+        ]
+        _check_total(context, request, [of_prompt[0] for of_prompt in samplings])
+        skip_special = request.skip_special_tokens is not False
+        if tool_format is not None and context.tokenizer.is_special(tool_format.begin):
+            skip_special = False
         answer_id = ("chatcmpl-" if chat else "cmpl-") + uuid.uuid4().hex
         choices: list[Choice] = []
         streams: list[RequestStream | None] = []
@@ -264,6 +323,9 @@ class Generation:
                                 min_tokens=sampling.min_tokens,
                                 want_logprobs=sampling.logprobs is not None,
                                 echo=prompt.text if echo else None,
+                                skip_special_tokens=skip_special,
+                                after_prompt=not chat and context.tokenizer.spaces_depend_on_context,
+                                tool_parser=_tool_parser(request, tool_format),
                             )
                         )
                         # With nothing to compute there is nothing to ask the engine for.
@@ -281,6 +343,7 @@ class Generation:
             raise
         endpoint = "chat.completions" if chat else "completions"
         context.metrics.requests.labels(endpoint).inc()
+        context.metrics.admission.observe(time.monotonic() - arrived)
         context.metrics.request_prompt_tokens.inc(sum(len(prompt.token_ids) for prompt in prompts))
         return cls(context, endpoint, choices, streams, answer_id=answer_id, arrived=arrived)
 
@@ -312,7 +375,7 @@ class Generation:
             ),
         )
 
-    async def pieces(self) -> AsyncGenerator[tuple[Choice, Piece], None]:
+    async def pieces(self) -> AsyncGenerator[Shown, None]:
         """What the choices produce, as it comes; ends when all have a finish reason.
 
         Raises:
@@ -320,47 +383,81 @@ class Generation:
         """
         for choice, stream in zip(self.choices, self._streams, strict=True):
             if stream is None:
-                yield choice, choice.echo_only()
-        async with aclosing(_merge(self._streams)) as outputs:
-            async for position, output in outputs:
+                yield Shown(choice, choice.echo_only(), None)
+        async with aclosing(_merge(self._streams)) as batches:
+            async for position, batch in batches:
                 choice = self.choices[position]
-                self._observe(position, output)
-                piece = choice.feed(output)
+                self._observe(position, batch)
+                for output in _joined(batch):
+                    piece = choice.feed(output)
+                    if not piece.empty:
+                        yield Shown(choice, piece, batch[0].sent_seconds)
+                    if choice.stopped_by_string:
+                        break
                 if choice.stopped_by_string:
                     stream = self._streams[position]
                     assert stream is not None
                     stream.close()
-                if not piece.empty:
-                    yield choice, piece
 
-    def _observe(self, position: int, output: RequestOutput) -> None:
+    def _observe(self, position: int, batch: Sequence[Arrived]) -> None:
         metrics = self._context.metrics
-        if output.queue_seconds is not None:
-            metrics.queue.observe(output.queue_seconds)
-        if output.prefill_seconds is not None:
-            metrics.prefill.observe(output.prefill_seconds)
-        if output.token_ids:
-            now = time.monotonic()
-            elapsed, self._last_token[position] = now - self._last_token[position], now
-            first = self.choices[position].completion_tokens == 0
-            (metrics.time_to_first_token if first else metrics.inter_token).observe(elapsed)
+        fresh = self.choices[position].completion_tokens == 0
+        for output, sent_seconds in batch:
+            if output.queue_seconds is not None:
+                metrics.queue.observe(output.queue_seconds)
+            if output.prefill_seconds is not None:
+                metrics.prefill.observe(output.prefill_seconds)
+            if output.token_ids:
+                elapsed, self._last_token[position] = sent_seconds - self._last_token[position], sent_seconds
+                (metrics.time_to_first_token if fresh else metrics.inter_token).observe(max(0.0, elapsed))
+                fresh = False
 
 
-async def _merge(streams: Sequence[RequestStream | None]) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+class Shown(NamedTuple):
+    """A piece of a choice, and when the engine sent the oldest token in it; None without tokens."""
+
+    choice: Choice
+    piece: Piece
+    sent_seconds: float | None
+
+
+def _joined(batch: Sequence[Arrived]) -> list[RequestOutput]:
+    """The outputs of a batch as one, so that what came together is decoded and written together."""
+    joined: list[RequestOutput] = []
+    for output, _ in batch:
+        if not joined or output.finish_reason in ("error", "abort"):
+            joined.append(output)
+            continue
+        before = joined.pop()
+        joined.append(
+            msgspec.structs.replace(
+                output,
+                token_ids=before.token_ids + output.token_ids,
+                logprobs=(before.logprobs or []) + (output.logprobs or []) or None,
+                prompt_logprobs=before.prompt_logprobs,
+                cached_tokens=max(before.cached_tokens, output.cached_tokens),
+            )
+        )
+    return joined
+
+
+async def _merge(
+    streams: Sequence[RequestStream | None],
+) -> AsyncGenerator[tuple[int, list[Arrived]], None]:
     """Outputs of several sequences as they arrive, each with its sequence's position."""
     running = [(position, stream) for position, stream in enumerate(streams) if stream is not None]
     if len(running) == 1:
         position, stream = running[0]
-        async for output in stream:
-            yield position, output
+        while batch := await stream.batch():
+            yield position, batch
         return
-    queue: asyncio.Queue[tuple[int, RequestOutput | LacunarError | None]] = asyncio.Queue()
+    queue: asyncio.Queue[tuple[int, list[Arrived] | LacunarError]] = asyncio.Queue()
 
     async def pump(position: int, stream: RequestStream) -> None:
         try:
-            async for output in stream:
-                queue.put_nowait((position, output))
-            queue.put_nowait((position, None))
+            while batch := await stream.batch():
+                queue.put_nowait((position, batch))
+            queue.put_nowait((position, []))
         except LacunarError as error:
             queue.put_nowait((position, error))
 
@@ -369,12 +466,12 @@ async def _merge(streams: Sequence[RequestStream | None]) -> AsyncGenerator[tupl
     try:
         while open_pumps:
             position, item = await queue.get()
-            if item is None:
-                open_pumps -= 1
-            elif isinstance(item, LacunarError):
+            if isinstance(item, LacunarError):
                 raise item
-            else:
+            if item:
                 yield position, item
+            else:
+                open_pumps -= 1
     finally:
         for task in pumps:
             task.cancel()

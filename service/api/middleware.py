@@ -5,12 +5,13 @@ Pure ASGI: Starlette's BaseHTTPMiddleware hides the client's disconnect from the
 
 from __future__ import annotations
 
+import hashlib
 import hmac
 import logging
 import re
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, ClassVar
 
 from starlette.datastructures import MutableHeaders
@@ -31,7 +32,9 @@ _REQUEST_ID = re.compile(rb"^[A-Za-z0-9._:-]{1,128}$")
 _METHODS = {"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"}
 
 # Health for orchestrators, metrics for Prometheus: neither usually holds an API key.
-OPEN_PATHS = frozenset({"/livez", "/readyz", "/metrics"})
+OPEN_PATHS = frozenset({"/livez", "/readyz", "/health", "/metrics"})
+
+_LOGGED_CHARACTERS = 2000
 
 CLIENT_CLOSED_REQUEST = 499
 
@@ -93,6 +96,10 @@ class RequestMiddleware:
                 await self._app(scope, receive, send_with_id)
             except ClientGone:
                 status = CLIENT_CLOSED_REQUEST
+                # What the client has not read so far it never will; closing would wait for it.
+                abort = scope["state"].get("abort")
+                if abort is not None:
+                    abort()
             except Exception:
                 logger.exception("request %s failed", request_id)
                 if status == 0:
@@ -110,29 +117,60 @@ class RequestMiddleware:
         if self._context.settings.access_log:
             level = logging.DEBUG if route in OPEN_PATHS else logging.INFO
             path = scope["path"] if len(scope["path"]) <= 200 else scope["path"][:200] + "..."
-            access_logger.log(level, "%s %r %d %.3f s %s", method, path, status, seconds, request_id)
+            fields = {
+                "method": method,
+                "path": path,
+                "status": status,
+                "seconds": round(seconds, 6),
+                "request_id": request_id,
+            }
+            access_logger.log(
+                level,
+                "%s %r %d %.3f s %s",
+                method,
+                path,
+                status,
+                seconds,
+                request_id,
+                extra={"fields": fields},
+            )
+
+
+def log_body(request_id: str, body: bytes) -> None:
+    """For `log_bodies`: what a client sent, in the log."""
+    text = body[:_LOGGED_CHARACTERS].decode(errors="replace")
+    access_logger.info("body of %s: %s", request_id, text, extra={"fields": {"request_id": request_id}})
 
 
 class ApiKeyMiddleware:
-    """Lets a request through only with the API key, except to OPEN_PATHS."""
+    """Lets a request through only with one of the API keys, except to OPEN_PATHS."""
 
-    def __init__(self, app: ASGIApp, context: ServerContext, key: str) -> None:
+    def __init__(self, app: ASGIApp, context: ServerContext, keys: Collection[str]) -> None:
         self._app = app
         self._context = context
-        self._expected = f"Bearer {key}".encode()
+        # Digests, so that a comparison takes the same time for keys of any length.
+        self._digests = [_digest(key.encode()) for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle one ASGI scope."""
-        if scope["type"] != "http" or scope["path"] in OPEN_PATHS:
-            await self._app(scope, receive, send)
-            return
-        given = _header(scope, b"authorization") or b""
-        if hmac.compare_digest(given, self._expected):
+        if scope["type"] != "http" or scope["path"] in OPEN_PATHS or self._knows(scope):
             await self._app(scope, receive, send)
             return
         self._context.metrics.rejections.labels("unauthorized").inc()
         error = Unauthorized("The API key is missing or wrong. Send it as 'Authorization: Bearer KEY'.")
         await error_response(error)(scope, receive, send)
+
+    def _knows(self, scope: Scope) -> bool:
+        scheme, _, key = (_header(scope, b"authorization") or b"").partition(b" ")
+        if scheme.lower() != b"bearer":
+            key = _header(scope, b"x-api-key") or b""
+        given = _digest(key.strip())
+        # All of them, whether one has matched or not.
+        return sum(hmac.compare_digest(given, known) for known in self._digests) > 0
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()
 
 
 def _header(scope: Mapping[str, Any], name: bytes) -> bytes | None:

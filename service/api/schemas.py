@@ -6,6 +6,7 @@ something; fields nobody knows are ignored, as clients send many that concern th
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import (
@@ -25,6 +26,8 @@ MAX_STOPS = 16
 MAX_STOP_CHARACTERS = 1024
 MAX_BIASES = 1024
 MAX_LOGPROBS = 20
+MAX_TOOLS = 128
+MAX_NAME = 128
 # A logit divided by much less overflows float32, and the sequence fails in the engine.
 MIN_REPETITION_PENALTY = 0.01
 
@@ -159,6 +162,10 @@ LogitBiasField = Annotated[
         }
     ),
 ]
+JsonSchema: TypeAlias = dict[str, Any]
+Choices: TypeAlias = Annotated[
+    list[Annotated[str, Field(min_length=1, max_length=1024)]], Field(min_length=1, max_length=1024)
+]
 TokenIdList = Annotated[list[Annotated[int, Field(ge=0)]], Field(max_length=MAX_BIASES)]
 
 
@@ -172,30 +179,66 @@ class StreamOptions(_Body):
     """`stream_options` of a streamed request."""
 
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = Field(
+        None, description="Usage so far in every event; only together with include_usage."
+    )
 
 
-class ResponseFormat(_Body):
-    """`response_format`; only free text is produced."""
+class JsonSchemaFormat(_Body):
+    """`response_format.json_schema`: a schema and a name that only documents it."""
+
+    name: str | None = None
+    description: str | None = None
+    strict: bool | None = None
+    json_schema: JsonSchema = Field(alias="schema")
+
+
+class TextFormat(_Body):
+    """Free text."""
 
     type: Literal["text"]
 
 
+class JsonObjectFormat(_Body):
+    """Some JSON object; with a schema (llama.cpp's way) one that it describes."""
+
+    type: Literal["json_object"]
+    json_schema: JsonSchema | None = Field(None, alias="schema")
+
+
+class SchemaFormat(_Body):
+    """JSON as the schema describes it."""
+
+    type: Literal["json_schema"]
+    json_schema: JsonSchemaFormat
+
+
+ResponseFormat: TypeAlias = Annotated[TextFormat | JsonObjectFormat | SchemaFormat, Discriminator("type")]
+
+
+class StructuredOutputs(_Body):
+    """`structured_outputs`, vLLM's name for the same: exactly one of these."""
+
+    json_schema: JsonSchema | str | None = Field(None, alias="json")
+    regex: str | None = None
+    choice: Choices | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+
+
 # Known elsewhere, not here: refused unless absent, null or empty, so that nobody believes they worked.
 _UNSUPPORTED = {
+    "allowed_token_ids": "a list of allowed tokens is not supported; use logit_bias or a grammar",
     "audio": "audio is not supported",
-    "function_call": "function calling is not supported",
-    "functions": "function calling is not supported",
-    "guided_choice": "guided decoding is not supported",
-    "guided_grammar": "guided decoding is not supported",
-    "guided_json": "guided decoding is not supported",
-    "guided_regex": "guided decoding is not supported",
-    "grammar": "guided decoding is not supported",
-    "json_schema": "guided decoding is not supported",
+    "bad_words": "bad_words is not supported; use logit_bias",
+    "chat_template": "templates of clients are not run; the model's own is used",
+    "function_call": "this older form is not supported; use tools and tool_choice",
+    "functions": "this older form is not supported; use tools and tool_choice",
     "prediction": "predicted outputs are not supported",
     "prompt_embeds": "embeddings as prompts are not supported",
-    "structured_outputs": "guided decoding is not supported",
+    "prompt_logprobs": "prompt_logprobs is not supported; completions give them with echo and logprobs",
     "suffix": "inserting text before a suffix is not supported by this server's models",
-    "tools": "tool calling is not supported",
+    "truncate_prompt_tokens": "prompts are never cut",
     "use_beam_search": "beam search is not supported",
 }
 
@@ -221,9 +264,17 @@ class GenerationRequest(_Body):
     include_stop_str_in_output: bool | None = None
     stop_token_ids: TokenIdList | None = None
     ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = Field(None, description="false also shows special tokens.")
     min_tokens: int | None = Field(None, ge=0, le=MAX_TOKENS_BOUND)
     max_tokens: int | None = Field(None, ge=0, le=MAX_TOKENS_BOUND)
     response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: JsonSchema | str | None = Field(None, description="As structured_outputs.json.")
+    guided_regex: str | None = Field(None, description="As structured_outputs.regex.")
+    guided_choice: Choices | None = Field(None, description="As structured_outputs.choice.")
+    guided_grammar: str | None = Field(None, description="As structured_outputs.grammar.")
+    json_schema: JsonSchema | None = Field(None, description="As structured_outputs.json (llama.cpp).")
+    grammar: str | None = Field(None, description="As structured_outputs.grammar (llama.cpp).")
     user: str | None = Field(None, description="Accepted and not used.")
 
     @model_validator(mode="before")
@@ -239,6 +290,11 @@ class GenerationRequest(_Body):
     def _check_combinations(self) -> GenerationRequest:
         if self.stream_options is not None and not self.stream:
             raise FieldError("stream_options", "only allowed together with stream: true")
+        options = self.stream_options
+        if options is not None and options.continuous_usage_stats and not options.include_usage:
+            raise FieldError(
+                "stream_options", "continuous_usage_stats is only allowed together with include_usage"
+            )
         if self.best_of is not None and self.best_of != (self.n or 1):
             raise FieldError(
                 "best_of", f"best_of is {self.best_of}, but only the value of n ({self.n or 1}) is supported"
@@ -279,15 +335,32 @@ Content: TypeAlias = Annotated[
 ]
 
 
+class FunctionCall(_Body):
+    """A call that the model made earlier in the conversation."""
+
+    name: str = Field(min_length=1, max_length=MAX_NAME)
+    arguments: str | dict[str, Any] = Field("{}", description="JSON, as text or as an object.")
+
+
+class MessageToolCall(_Body):
+    """An entry of an assistant message's `tool_calls`."""
+
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: FunctionCall
+
+
 class ChatMessage(_Body):
     """One message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content | None = None
     name: str | None = None
+    tool_calls: list[MessageToolCall] | None = Field(None, description="Of an assistant's message.")
+    tool_call_id: str | None = Field(None, description="Of a tool's message: the call that it answers.")
 
     def for_template(self) -> dict[str, Any]:
-        """The form chat templates expect: text content, and the roles that they know."""
+        """The form chat templates expect: text content, the roles that they know, arguments as objects."""
         content = self.content
         if isinstance(content, list):
             content = "\n".join(part.text for part in content)
@@ -297,21 +370,181 @@ class ChatMessage(_Body):
         }
         if self.name is not None:
             message["name"] = self.name
+        if self.tool_call_id is not None:
+            message["tool_call_id"] = self.tool_call_id
+        if self.tool_calls:
+            message["tool_calls"] = [
+                {
+                    "id": call.id,
+                    "type": "function",
+                    "function": {
+                        "name": call.function.name,
+                        "arguments": _as_object(call.function.arguments),
+                    },
+                }
+                for call in self.tool_calls
+            ]
         return message
 
 
-class ChatCompletionRequest(GenerationRequest):
-    """Body of `POST /v1/chat/completions`."""
+def _as_object(arguments: str | dict[str, Any]) -> Any:
+    """Templates write arguments with `tojson`, which would quote a text once more."""
+    if isinstance(arguments, str):
+        try:
+            parsed = json.loads(arguments)
+        except (ValueError, RecursionError):
+            return arguments
+        return parsed if isinstance(parsed, dict) else arguments
+    return arguments
+
+
+class FunctionDefinition(_Body):
+    """A function that the model may call."""
+
+    name: str = Field(pattern=r"^[a-zA-Z0-9_.-]+$", max_length=MAX_NAME)
+    description: str | None = None
+    parameters: JsonSchema | None = Field(None, description="JSON schema of the arguments.")
+    strict: bool | None = None
+
+
+class Tool(_Body):
+    """An entry of `tools`."""
+
+    type: Literal["function"]
+    function: FunctionDefinition
+
+
+class NamedFunction(_Body):
+    """The name in a `tool_choice`."""
+
+    name: str
+
+
+class NamedToolChoice(_Body):
+    """`tool_choice` of one function."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+ToolChoice: TypeAlias = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag("as-word")]
+    | Annotated[NamedToolChoice, Tag("as-named")],
+    Discriminator(lambda choice: "as-named" if isinstance(choice, dict | NamedToolChoice) else "as-word"),
+]
+
+
+class TemplateFields(_Body):
+    """What decides how a conversation becomes a prompt."""
 
     messages: list[ChatMessage] = Field(min_length=1)
+    add_generation_prompt: bool | None = Field(
+        None, description="Begin the assistant's answer; default true, false with continue_final_message."
+    )
+    continue_final_message: bool | None = Field(None, description="The output continues the last message.")
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: ToolChoice | None = Field(None, description="Default auto where there are tools.")
+    chat_template_kwargs: dict[str, Any] | None = Field(None, description="Variables for the template.")
+
+    @model_validator(mode="after")
+    def _check_template_fields(self) -> TemplateFields:
+        self.check()
+        return self
+
+    def check(self) -> None:
+        """Raises FieldError for fields that do not go together."""
+        if self.continue_final_message and self.add_generation_prompt:
+            raise FieldError(
+                "continue_final_message", "not allowed together with add_generation_prompt: true"
+            )
+        names = [tool.function.name for tool in self.tools or ()]
+        if len(set(names)) < len(names):
+            raise FieldError("tools", "two functions have the same name")
+        if isinstance(self.tool_choice, NamedToolChoice) and self.tool_choice.function.name not in names:
+            raise FieldError("tool_choice", f"tools has no function {self.tool_choice.function.name[:80]!r}")
+        if self.tool_choice == "required" and not names:
+            raise FieldError("tool_choice", "required needs at least one entry in tools")
+
+    def template_variables(self) -> dict[str, Any]:
+        """Arguments for `Tokenizer.apply_chat_template`, beside the messages."""
+        generation_prompt = self.add_generation_prompt
+        offered = self.tools if self.tool_choice != "none" else None
+        return {
+            "add_generation_prompt": (
+                not self.continue_final_message if generation_prompt is None else generation_prompt
+            ),
+            "continue_final_message": bool(self.continue_final_message),
+            "tools": [tool.model_dump(exclude_none=True) for tool in offered] if offered else None,
+            "variables": self.chat_template_kwargs or {},
+        }
+
+
+class ChatCompletionRequest(TemplateFields, GenerationRequest):
+    """Body of `POST /v1/chat/completions`."""
+
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MAX_LOGPROBS)
     max_completion_tokens: int | None = Field(None, ge=0, le=MAX_TOKENS_BOUND)
+    parallel_tool_calls: bool | None = Field(None, description="false allows one call at most.")
 
     @model_validator(mode="after")
     def _check_logprobs(self) -> ChatCompletionRequest:
         if self.top_logprobs and not self.logprobs:
             raise FieldError("top_logprobs", "only allowed together with logprobs: true")
+        return self
+
+
+class TokenizeRequest(_Body):
+    """Body of `POST /tokenize`: `prompt` or `messages` (vLLM's form), or `content` (llama.cpp's)."""
+
+    model: str | None = None
+    prompt: str | None = None
+    content: str | None = None
+    messages: list[ChatMessage] | None = Field(None, min_length=1)
+    add_special_tokens: bool | None = Field(None, description="Of a prompt; default true.")
+    add_special: bool | None = Field(None, description="Of a content; default false.")
+    return_token_strs: bool | None = None
+    with_pieces: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @model_validator(mode="after")
+    def _check_form(self) -> TokenizeRequest:
+        given = [name for name in ("prompt", "content", "messages") if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise FieldError("prompt", "exactly one of prompt, messages and content is needed")
+        if self.messages is not None:
+            self.template_fields().check()
+        return self
+
+    def template_fields(self) -> TemplateFields:
+        """The part of a request with messages that the template needs."""
+        assert self.messages is not None
+        return TemplateFields.model_construct(
+            messages=self.messages,
+            add_generation_prompt=self.add_generation_prompt,
+            continue_final_message=self.continue_final_message,
+            tools=self.tools,
+            tool_choice=None,
+            chat_template_kwargs=self.chat_template_kwargs,
+        )
+
+
+class DetokenizeRequest(_Body):
+    """Body of `POST /detokenize`."""
+
+    model: str | None = None
+    tokens: list[Any]
+
+    @model_validator(mode="after")
+    def _check_tokens(self) -> DetokenizeRequest:
+        if self.tokens:
+            try:
+                _check_token_ids(self.tokens, "tokens")
+            except ValueError as error:
+                raise FieldError("tokens", str(error)) from None
         return self
 
 
@@ -382,12 +615,28 @@ class ChatLogprobs(BaseModel):
     content: list[ChatTokenLogprob]
 
 
+class CalledFunction(BaseModel):
+    """The function that the model calls, and its arguments as JSON text."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(BaseModel):
+    """One call of a function."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
 class AssistantMessage(BaseModel):
-    """What the model said."""
+    """What the model said; `content` is null where it only called functions."""
 
     role: Literal["assistant"] = "assistant"
-    content: str
+    content: str | None
     refusal: None = None
+    tool_calls: list[ToolCall] | None = Field(None, exclude_if=lambda calls: calls is None)
 
 
 class ChatChoice(BaseModel):
@@ -410,11 +659,18 @@ class ChatCompletion(BaseModel):
     usage: Usage
 
 
+class ToolCallDelta(ToolCall):
+    """A call in a stream, whole; `index` is its place among the message's calls."""
+
+    index: int
+
+
 class ChatDelta(BaseModel):
     """What a streamed event adds to the message; unset fields are left out of the event."""
 
     role: Literal["assistant"] | None = None
     content: str | None = None
+    tool_calls: list[ToolCallDelta] | None = None
 
 
 class ChatChunkChoice(BaseModel):
@@ -469,6 +725,37 @@ class ErrorBody(BaseModel):
     error: ErrorDetail
 
 
+class TokenPiece(BaseModel):
+    """A token and what it stands for: its text, or its bytes where they are no text."""
+
+    id: int
+    piece: str | list[int]
+
+
+class Tokens(BaseModel):
+    """Answer of `POST /tokenize`."""
+
+    tokens: list[int] | list[TokenPiece]
+    count: int
+    max_model_len: int
+    token_strs: list[str] | None = None
+
+
+class Text(BaseModel):
+    """Answer of `POST /detokenize`, under both servers' names."""
+
+    prompt: str
+    content: str
+
+
+class Load(BaseModel):
+    """Answer of `GET /load`: requests being answered, and the engine's sequences."""
+
+    server_load: int
+    running: int
+    waiting: int
+
+
 class Version(BaseModel):
     """Answer of `GET /version`."""
 
@@ -482,7 +769,7 @@ class Version(BaseModel):
 
 
 class Health(BaseModel):
-    """Answer of `/livez` and `/readyz`."""
+    """Answer of `/livez`, `/readyz` and `/health`."""
 
     status: str
     reason: str | None = None

@@ -35,7 +35,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     faulthandler.enable()
     launch = msgspec.json.decode(sys.stdin.buffer.readline(), type=Launch)
-    configure_logging(launch.log_level)
+    configure_logging(launch.log_level, launch.config.log_format)
     threading.Thread(
         target=_watch_parent, args=(launch.parent_pid,), name="parent-watch", daemon=True
     ).start()

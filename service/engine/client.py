@@ -22,6 +22,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
+from typing import NamedTuple
 
 import msgspec
 import zmq
@@ -89,6 +90,13 @@ class Admission:
         self.release()
 
 
+class Arrived(NamedTuple):
+    """An output and when the engine sent it, on this machine's monotonic clock."""
+
+    output: RequestOutput
+    sent_seconds: float
+
+
 class _OpenSequence:
     """What the client knows of a sequence between `generate` and its final output."""
 
@@ -96,7 +104,7 @@ class _OpenSequence:
 
     def __init__(self, request_id: str) -> None:
         self.request_id = request_id
-        self.outputs: deque[RequestOutput] = deque()
+        self.outputs: deque[Arrived] = deque()
         self.error: LacunarError | None = None
         self.finished = False
         self.abandoned = False
@@ -106,10 +114,10 @@ class _OpenSequence:
         if self.waiter is not None and not self.waiter.done():
             self.waiter.set_result(None)
 
-    def deliver(self, output: RequestOutput) -> None:
+    def deliver(self, output: RequestOutput, sent_seconds: float) -> None:
         self.finished = output.finish_reason is not None
         if not self.abandoned:
-            self.outputs.append(output)
+            self.outputs.append(Arrived(output, sent_seconds))
             self.wake()
 
     def fail(self, error: LacunarError) -> None:
@@ -143,12 +151,31 @@ class RequestStream:
         return self
 
     async def __anext__(self) -> RequestOutput:
+        if not await self._wait():
+            raise StopAsyncIteration
+        return self._sequence.outputs.popleft().output
+
+    async def batch(self) -> list[Arrived]:
+        """Everything that has arrived and was not read, once there is something; empty after the end.
+
+        A reader that falls behind catches up in one go, instead of paying for each output by itself.
+
+        Raises:
+            EngineUnavailable: as iteration.
+        """
+        await self._wait()
+        outputs = list(self._sequence.outputs)
+        self._sequence.outputs.clear()
+        return outputs
+
+    async def _wait(self) -> bool:
+        """Returns whether an output is there; False after the end."""
         sequence = self._sequence
         while not sequence.outputs:
             if sequence.error is not None:
                 raise sequence.error
             if sequence.finished or sequence.abandoned:
-                raise StopAsyncIteration
+                return False
             sequence.waiter = self._loop.create_future()
             try:
                 await sequence.waiter
@@ -157,7 +184,7 @@ class RequestStream:
                 raise
             finally:
                 sequence.waiter = None
-        return sequence.outputs.popleft()
+        return True
 
     def close(self) -> None:
         """Abort the sequence unless it has ended; what was not read yet is dropped."""
@@ -525,7 +552,7 @@ class EngineClient:
         match message:
             case StepOutputs():
                 for output in message.outputs:
-                    self._deliver(output)
+                    self._deliver(output, message.sent_seconds)
                 self.stats = message.stats
                 if self.on_stats is not None:
                     self.on_stats(message.stats)
@@ -538,11 +565,11 @@ class EngineClient:
             case EngineFailed():
                 self._failed = message
 
-    def _deliver(self, output: RequestOutput) -> None:
+    def _deliver(self, output: RequestOutput, sent_seconds: float) -> None:
         sequence = self._open.get(output.request_id)
         if sequence is None:  # failed by stop() already
             return
-        sequence.deliver(output)
+        sequence.deliver(output, sent_seconds)
         if sequence.finished:
             del self._open[output.request_id]
             self._free_slots(1)

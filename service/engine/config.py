@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from service.errors import SettingsError
+from service.logs import LogFormat
 
 DEFAULT_MODEL_FACTORY = "service.model.loader:load_model"
 
@@ -34,6 +35,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         enable_prefix_caching: reuse the blocks of a prompt's beginning that an earlier sequence computed.
         seed: of the engine's own generator, for requests without a seed; None takes it from the system.
         threads: CPU threads for one operation; None takes the physical cores this process may use.
+        log_format: how the engine's log lines look.
         model_factory: "module:function" that loads the model. Called as service.model.loader.load_model
             is (same keywords), returns a service.model.interface.CausalModel. For models that
             Lacunar does not know: the module must be importable in the engine process.
@@ -60,6 +62,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     enable_prefix_caching: bool = True
     seed: int | None = None
     threads: int | None = None
+    log_format: LogFormat = "text"
     model_factory: str = DEFAULT_MODEL_FACTORY
 
     def __post_init__(self) -> None:

@@ -196,10 +196,14 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
 
 class StepOutputs(msgspec.Struct, tag="step", frozen=True, kw_only=True):
-    """All sequences' outputs of one step, and the state after it."""
+    """All sequences' outputs of one step, and the state after it.
+
+    `sent_seconds` is this machine's monotonic clock, which both processes read.
+    """
 
     outputs: list[RequestOutput] = []
     stats: EngineStats = EngineStats()
+    sent_seconds: float = 0.0
 
 
 class LoadProgress(msgspec.Struct, tag="progress", frozen=True):

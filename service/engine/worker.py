@@ -386,7 +386,7 @@ class Worker:
             linear_calls_total=self._linear_calls,
             resident_bytes=self._resident_bytes,
         )
-        self._send(StepOutputs(outputs=self._ready_outputs, stats=stats))
+        self._send(StepOutputs(outputs=self._ready_outputs, stats=stats, sent_seconds=time.monotonic()))
         self._ready_outputs = []
         self._steps = []
 

@@ -44,6 +44,7 @@ class Served:
     """A running server and what a test may want of it."""
 
     url: str
+    admin_url: str
     context: ServerContext
     engine: FakeEngine
     stop: asyncio.Event
@@ -87,14 +88,18 @@ def serve(checkpoint: Path, tokenizer: Tokenizer) -> Callable[..., Any]:
         )
         stop, hurry = asyncio.Event(), asyncio.Event()
         ready: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        listener = bind("127.0.0.1", 0)
+        listener, admin_url = bind("127.0.0.1", 0), ""
+        listeners = [listener]
+        if settings.admin_port is not None:
+            listeners.append(bind("127.0.0.1", 0))
+            admin_url = f"http://127.0.0.1:{listeners[1].getsockname()[1]}"
         task = asyncio.create_task(
-            serve_context(context, listener, stop=stop, hurry=hurry, on_ready=ready.set_result)
+            serve_context(context, *listeners, stop=stop, hurry=hurry, on_ready=ready.set_result)
         )
         await asyncio.wait({task, ready}, return_when=asyncio.FIRST_COMPLETED)
         if task.done():
             task.result()
-        server = Served(ready.result(), context, engine, stop, hurry, task)
+        server = Served(ready.result(), admin_url, context, engine, stop, hurry, task)
         try:
             yield server
         finally:

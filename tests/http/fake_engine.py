@@ -7,7 +7,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from service.engine.client import Admission
+from service.engine.client import Admission, Arrived
+from service.engine.grammar_client import Grammar
 from service.engine.protocol import (
     BUILD_FACTS,
     EngineInfo,
@@ -17,7 +18,7 @@ from service.engine.protocol import (
     SamplingParams,
     TokenLogprobs,
 )
-from service.errors import EngineUnavailable, QueueFull
+from service.errors import EngineUnavailable, InvalidRequest, QueueFull
 
 EOS = 1
 
@@ -55,6 +56,13 @@ class FakeStream:
             self._finish()
             raise EngineUnavailable(self.engine.failure)
         return self._output()
+
+    async def batch(self) -> list[Arrived]:
+        """As RequestStream: everything there is, which here is one output."""
+        try:
+            return [Arrived(await anext(self), time.monotonic())]
+        except StopAsyncIteration:
+            return []
 
     def _output(self) -> RequestOutput:
         first, self.began = not self.began, True
@@ -116,6 +124,7 @@ class FakeEngine:
         gate: when set to a semaphore, each step of each sequence takes one permit.
         error, error_after: sequences fail with this message after so many tokens.
         added: every sequence that was started.
+        grammars: kinds and sources that were compiled; the index is the key.
         aborted: ids of sequences closed before their end.
     """
 
@@ -136,6 +145,7 @@ class FakeEngine:
         self.capacity = 64
         self.taken = 0
         self.added: list[FakeStream] = []
+        self.grammars: list[tuple[str, str]] = []
         self.aborted: list[str] = []
         self.abort_seen = asyncio.Event()
         self.stepped = asyncio.Event()
@@ -230,6 +240,13 @@ class FakeEngine:
 
     def _free_slots(self, slots: int) -> None:
         self.taken -= slots
+
+    async def compile_grammar(self, kind: str, source: str) -> Grammar:
+        """As EngineClient, with anything but "refuse me" accepted and nothing followed."""
+        if source == "refuse me":
+            raise InvalidRequest("this engine refuses that")
+        self.grammars.append((kind, source))
+        return Grammar(len(self.grammars) - 1, 0, lambda key: None)
 
     def generate(
         self, request_id: str, prompt: Sequence[int], sampling: SamplingParams, admission: Admission

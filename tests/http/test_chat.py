@@ -50,7 +50,7 @@ async def test_a_stream_names_the_role_although_its_first_token_shows_nothing(cl
     response = await client.post("/v1/chat/completions", json={"messages": MESSAGES, "stream": True})
 
     deltas = [event["choices"][0]["delta"] for event in sse(response.text)[:-1]]
-    assert deltas[0] == {"role": "assistant", "content": "🦊"}
+    assert deltas[:2] == [{"role": "assistant", "content": ""}, {"content": "🦊"}]
     assert not any("role" in delta for delta in deltas[1:])
 
 

@@ -110,7 +110,7 @@ def test_every_engine_setting_reaches_the_engine():
         "device": "cuda:1", "dtype": "float16", "weights": "dense", "implementation": "native",
         "max_model_len": 100, "max_num_sequences": 3, "max_step_tokens": 77, "max_queue": 5,
         "kv_block_size": 32, "kv_cache_bytes": 12345, "gpu_memory_utilization": 0.5, "cuda_graphs": False,
-        "enable_prefix_caching": False, "seed": 9, "threads": 2,
+        "enable_prefix_caching": False, "seed": 9, "threads": 2, "log_format": "json",
     }  # fmt: skip
     config = load_settings({"model": "/m", **values}).engine_config()
 
@@ -155,4 +155,4 @@ def test_the_flags_help_names_the_settings_default(name):
     elif isinstance(default, str):
         assert f"Default {default}" in help_text
     elif isinstance(default, int | float):
-        assert f"Default {default:g}." in help_text
+        assert f"Default {default}." in help_text or f"Default {default:g}." in help_text
