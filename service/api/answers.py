@@ -238,7 +238,7 @@ class ChatFormat(AnswerFormat):
 
 def _message(part: Piece) -> AssistantMessage:
     if not part.tool_calls:
-        return AssistantMessage(content=part.text)
+        return AssistantMessage(content=part.text, tool_calls=None)
     return AssistantMessage(content=part.text if part.text.strip() else None, tool_calls=part.tool_calls)
 
 
