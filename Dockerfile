@@ -5,8 +5,10 @@
 #   docker build -t lacunar:cpu --build-arg DEVICE=cpu .
 #   docker build -t lacunar:gpu --build-arg DEVICE=gpu .
 #
-# The builder needs no vendor image: nvcc 13.0 comes from the Python registry. The runtime stage has
-# no compiler, runs as an ordinary user and writes only below /var/cache/lacunar.
+# BASE is any Debian with `python` >= 3.11 and its venv module; pin it by digest for a release:
+# --build-arg BASE=python@sha256:... . The builder needs no vendor image: nvcc 13.0 comes from the Python
+# registry. The runtime stage has no compiler, runs as an ordinary user (or any user of group 0) with a
+# read-only root, and writes only below /var/cache/lacunar and /tmp. tests/deploy/image.sh builds and runs it.
 
 ARG BASE=python:3.12-slim-bookworm
 
@@ -15,6 +17,8 @@ ARG DEVICE=cpu
 # The CPU build of torch is a tenth of the CUDA build's size; it lives on PyTorch's own index.
 ARG TORCH_CPU_INDEX=https://download.pytorch.org/whl/cpu
 ARG TORCH_VERSION=2.13.0
+# What pip is asked for instead of the two above, e.g. where a mirror has another build.
+ARG TORCH_REQUIREMENT=
 ARG CUDA_ARCHITECTURES="80-real;86-real;89-real;90a-real;100-real;120"
 
 SHELL ["/bin/bash", "-o", "pipefail", "-c"]
@@ -27,16 +31,20 @@ ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 RUN python -m venv /opt/lacunar
 ENV PATH=/opt/lacunar/bin:$PATH
 
+# The version is in the variable, where hadolint does not look.
+# hadolint ignore=DL3013
 RUN case "${DEVICE}" in \
-      cpu) pip install --extra-index-url "${TORCH_CPU_INDEX}" "torch==${TORCH_VERSION}+cpu" ;; \
-      gpu) pip install "torch==${TORCH_VERSION}" ;; \
+      cpu) torch="torch==${TORCH_VERSION}+cpu" ;; \
+      gpu) torch="torch==${TORCH_VERSION}"; TORCH_CPU_INDEX= ;; \
       *) echo "DEVICE is cpu or gpu, not '${DEVICE}'" >&2; exit 1 ;; \
-    esac
+    esac \
+    && pip install ${TORCH_CPU_INDEX:+--extra-index-url "${TORCH_CPU_INDEX}"} "${TORCH_REQUIREMENT:-${torch}}"
 # Build tools live apart from the environment that is shipped.
 RUN pip install --target /opt/build scikit-build-core==1.0.* cmake==4.* ninja==1.* \
     && if [ "${DEVICE}" = gpu ]; then \
          pip install --target /opt/build 'nvidia-cuda-nvcc==13.0.*' 'nvidia-cuda-crt==13.0.*' \
-           'nvidia-nvvm==13.0.*' 'nvidia-cuda-runtime==13.0.*' 'nvidia-cuda-cccl==13.0.*'; \
+           'nvidia-nvvm==13.0.*' 'nvidia-cuda-runtime==13.0.*' 'nvidia-cuda-cccl==13.0.*' \
+         && find /opt/build/nvidia -path '*/bin/*' -type f -exec chmod +x {} +; \
        fi
 ENV PYTHONPATH=/opt/build PATH=/opt/build/bin:/opt/build/nvidia/cu13/bin:$PATH
 

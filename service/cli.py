@@ -185,7 +185,7 @@ def serve(
         float | None, _flag("/livez fails when the engine is silent for this long. Default 120.", _OPERATION)
     ] = None,
     gpu_sample_seconds: Annotated[
-        float | None, _flag("Pause between two samples of the GPUs. Default 1.", _OPERATION)
+        float | None, _flag("Between two samples of the GPUs' clocks. Default 0.1.", _OPERATION)
     ] = None,
     log_level: Annotated[
         str | None, _flag("debug, info, warning or error. Default info.", _OPERATION)

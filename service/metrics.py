@@ -7,6 +7,9 @@ would negotiate rewrites names with colons, which the aliases that routers expec
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 from prometheus_client import (
     CollectorRegistry,
     Counter,
@@ -45,6 +48,23 @@ REJECTION_REASONS = (
     "unavailable",
 )
 STEP_PHASES = ("prefill", "decode", "mixed")
+PHASES = (*STEP_PHASES, "idle")
+
+
+@dataclass
+class EngineGpuMemory:
+    """What torch's allocator in the engine process last said, in bytes; zeros on a CPU."""
+
+    allocated: int = 0
+    reserved: int = 0
+    peak: int = 0
+
+    def observe(self, stats: EngineStats) -> None:
+        """Keep the values of a message; those without them (most) change nothing."""
+        if stats.gpu_reserved_bytes:
+            self.allocated = stats.gpu_allocated_bytes
+            self.reserved = stats.gpu_reserved_bytes
+            self.peak = stats.gpu_peak_bytes
 
 
 class Metrics:
@@ -203,6 +223,9 @@ class Metrics:
             self.step.labels(phase)
             self.step_tokens.labels(phase)
         self._totals: dict[str, int] = {}
+        self.on_steps: Callable[[list[tuple[str, float, int]]], None] | None = None
+        """Told of the steps (phase, seconds, tokens) that each message of the engine reports, if set."""
+        self.engine_gpu_memory = EngineGpuMemory()
 
     def _counter(self, name: str, help_text: str, *labels: str) -> Counter:
         return Counter(name, help_text, labels, registry=self.registry)
@@ -248,6 +271,9 @@ class Metrics:
         self._advance("generation", self.generation_tokens, stats.generation_tokens_total)
         self._advance("queries", self.prefix_cache_queries, stats.prefix_cache_queries_total)
         self._advance("hits", self.prefix_cache_hits, stats.prefix_cache_hits_total)
+        self.engine_gpu_memory.observe(stats)
+        if self.on_steps is not None:
+            self.on_steps(stats.step_seconds)
         for phase, seconds, tokens in stats.step_seconds:
             self.step.labels(phase).observe(seconds)
             self.step_tokens.labels(phase).observe(tokens)
@@ -272,56 +298,119 @@ class GpuMetrics:
         def gauge(name: str, help_text: str, *labels: str) -> Gauge:
             return Gauge(name, help_text, ["gpu", *labels], registry=registry)
 
+        def counter(name: str, help_text: str, *labels: str) -> Counter:
+            return Counter(name, help_text, ["gpu", *labels], registry=registry)
+
         self.info = gauge(
-            "lacunar_gpu_info", "Device and driver; the value is always 1.", "uuid", "name", "driver_version"
+            "lacunar_gpu_info",
+            "Device and driver; the value is always 1.",
+            "gpu_uuid",
+            "name",
+            "driver_version",
         )
-        self.memory_total = gauge("lacunar_gpu_memory_total_bytes", "Memory of the device.")
-        self.memory_used = gauge("lacunar_gpu_memory_used_bytes", "Memory in use by all processes.")
-        self.memory_process = gauge(
-            "lacunar_gpu_process_memory_bytes",
-            "Memory in use by this server's processes; absent where the driver hides them (containers).",
-        )
+
+        # Clocks, power and what holds them down: ten times a second
         self.sm_clock = gauge("lacunar_gpu_sm_clock_hertz", "Current SM clock.")
         self.sm_clock_max = gauge("lacunar_gpu_sm_clock_max_hertz", "Highest SM clock the device allows.")
         self.memory_clock = gauge("lacunar_gpu_memory_clock_hertz", "Current memory clock.")
         self.memory_clock_max = gauge(
             "lacunar_gpu_memory_clock_max_hertz", "Highest memory clock the device allows."
         )
-        self.power = gauge("lacunar_gpu_power_watts", "Power drawn by the device.")
-        self.power_limit = gauge("lacunar_gpu_power_limit_watts", "Power limit that is enforced.")
-        self.temperature = gauge("lacunar_gpu_temperature_celsius", "Temperature of the GPU die.")
-        self.utilization = gauge(
-            "lacunar_gpu_utilization_ratio", "Share of the last sample period in which a kernel ran."
+        self.power = gauge("lacunar_gpu_power_watts", "Power drawn by the device at the moment.")
+        self.power_average = gauge(
+            "lacunar_gpu_power_average_watts", "Power drawn by the device, as its driver averages it."
         )
+        self.power_limit = gauge("lacunar_gpu_power_limit_watts", "Power limit that is enforced.")
         self.clock_event_active = gauge(
             "lacunar_gpu_clock_event_active",
             "1 while the reason holds the clocks below their maximum, else 0.",
             "reason",
         )
-        self.energy = Counter(
-            "lacunar_gpu_energy_joules_total",
-            "Energy used by the device since this server started.",
-            ["gpu"],
-            registry=registry,
-        )
-        self.clock_event_seconds = Counter(
+        self.clock_event_seconds = counter(
             "lacunar_gpu_clock_event_seconds_total",
             "Time for which the reason held the clocks down, to the resolution of the sampler.",
-            ["gpu", "reason"],
-            registry=registry,
+            "reason",
         )
-        self.ecc_errors = Counter(
+
+        # Memory and energy: once a second
+        self.memory_total = gauge("lacunar_gpu_memory_total_bytes", "Memory of the device.")
+        self.memory_used = gauge("lacunar_gpu_memory_used_bytes", "Memory in use by all processes.")
+        self.memory_process = gauge(
+            "lacunar_gpu_process_memory_bytes",
+            "Memory in use by this server's processes; where the driver hides them (containers), what the "
+            "engine's allocator holds.",
+        )
+        self.torch_allocated = gauge(
+            "lacunar_gpu_torch_allocated_bytes", "Memory of the engine's live tensors."
+        )
+        self.torch_reserved = gauge(
+            "lacunar_gpu_torch_reserved_bytes", "Memory that the engine's allocator holds."
+        )
+        self.torch_peak = gauge(
+            "lacunar_gpu_torch_allocated_peak_bytes", "Most memory that the engine's tensors have taken."
+        )
+        self.energy = counter(
+            "lacunar_gpu_energy_joules_total", "Energy used by the device since this server started."
+        )
+
+        # By what the engine was doing; a second or two late, when the step's report is in
+        self.phase_seconds = counter(
+            "lacunar_gpu_phase_seconds_total", "Time that the engine spent in each phase.", "phase"
+        )
+        self.phase_energy = counter(
+            "lacunar_gpu_phase_energy_joules_total",
+            "Energy used by the device while the engine was in each phase.",
+            "phase",
+        )
+        self.phase_full_clock_seconds = counter(
+            "lacunar_gpu_phase_full_clock_seconds_total",
+            "Time in each phase times SM clock over its maximum: divided by the phase's time it is the mean "
+            "clock ratio.",
+            "phase",
+        )
+        self.phase_clock_ratio = gauge(
+            "lacunar_gpu_phase_sm_clock_ratio",
+            "SM clock over its maximum when the engine was last in the phase.",
+            "phase",
+        )
+
+        # The rest: each ten seconds
+        self.temperature = gauge("lacunar_gpu_temperature_celsius", "Temperature of the GPU die.")
+        self.utilization = gauge(
+            "lacunar_gpu_utilization_ratio", "Share of the last sample period in which a kernel ran."
+        )
+        self.pcie_throughput = gauge(
+            "lacunar_gpu_pcie_bytes_per_second", "Traffic over PCIe, by direction.", "direction"
+        )
+        self.pcie_replays = counter("lacunar_gpu_pcie_replays_total", "Packets sent again over PCIe.")
+        self.pcie_generation = gauge("lacunar_gpu_pcie_link_generation", "Generation of the PCIe link now.")
+        self.pcie_width = gauge("lacunar_gpu_pcie_link_lanes", "Lanes of the PCIe link now.")
+        self.ecc_errors = counter(
             "lacunar_gpu_ecc_errors_total",
             "Memory errors since the driver was loaded, by whether they were corrected.",
-            ["gpu", "kind"],
-            registry=registry,
+            "kind",
         )
-        self.sampler_errors = Counter(
-            "lacunar_gpu_sampler_errors_total", "Failed reads of a GPU value.", ["gpu"], registry=registry
+        self.activity = gauge(
+            "lacunar_gpu_activity_ratio",
+            "Share of the peak over the last ten seconds, by unit: sm, occupancy, tensor, dram.",
+            "unit",
+        )
+
+        # The sampler itself
+        self.sampler_errors = counter("lacunar_gpu_sampler_errors_total", "Failed reads of a GPU value.")
+        self.sampler_last = Gauge(
+            "lacunar_gpu_sampler_last_timestamp_seconds",
+            "Unix time of the last sample; old when the sampler hangs.",
+            registry=registry,
         )
         self.sampler_duration = Histogram(
             "lacunar_gpu_sampler_duration_seconds",
             "Time one sample of all GPUs took.",
             buckets=LATENCY_BUCKETS_SECONDS,
+            registry=registry,
+        )
+        self.sampler_cpu = Counter(
+            "lacunar_gpu_sampler_cpu_seconds_total",
+            "Processor time of the sampler's thread.",
             registry=registry,
         )

@@ -101,7 +101,10 @@ class Settings(BaseSettings):
     stall_seconds: PositiveSeconds = Field(
         120.0, description="/livez fails when the engine has been silent for this long."
     )
-    gpu_sample_seconds: PositiveSeconds = Field(1.0, description="Pause between two samples of the GPUs.")
+    gpu_sample_seconds: PositiveSeconds = Field(
+        0.1,
+        description="Between two samples of the GPUs' clocks and power; memory is read each second.",
+    )
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least level logged.")
     log_format: Literal["text", "json"] = Field("text", description="Log lines as text or as JSON objects.")
     access_log: bool = Field(True, description="Log one line for each request (never its text).")

@@ -120,7 +120,7 @@ async def serve(
     except BaseException:
         _close(listeners)
         raise
-    monitor = start_gpu_monitor(context.metrics, settings.gpu_sample_seconds)
+    monitor = start_gpu_monitor(context.metrics, settings.gpu_sample_seconds, device=settings.device)
     try:
         return await serve_context(context, *listeners, stop=stop, hurry=hurry, on_ready=on_ready)
     finally:

@@ -193,6 +193,10 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     linear_calls_total: dict[str, int] = {}
     """Calls by "backend|m_bucket", e.g. "bitmap_avx512|1"."""
     resident_bytes: int = 0
+    gpu_allocated_bytes: int = 0
+    gpu_reserved_bytes: int = 0
+    gpu_peak_bytes: int = 0
+    """What torch's allocator says of the engine's GPU; zero on a CPU."""
 
 
 class StepOutputs(msgspec.Struct, tag="step", frozen=True, kw_only=True):

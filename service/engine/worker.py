@@ -118,6 +118,7 @@ class Worker:
         self._slow_stats_due = 0.0
         self._linear_calls: dict[str, int] = {}
         self._resident_bytes = 0
+        self._gpu_bytes = (0, 0, 0)
 
     @torch.inference_mode()
     def run(self) -> None:
@@ -371,6 +372,12 @@ class Worker:
         if now >= self._slow_stats_due or not scheduler.has_work:
             self._linear_calls = self.model.linear_calls()
             self._resident_bytes = self._process.memory_info().rss
+            if self.model.spec.device.type == "cuda":
+                self._gpu_bytes = (
+                    torch.cuda.memory_allocated(),
+                    torch.cuda.memory_reserved(),
+                    torch.cuda.max_memory_allocated(),
+                )
             self._slow_stats_due = now + _SLOW_STATS_SECONDS
         stats = EngineStats(
             running=len(scheduler.running),
@@ -385,6 +392,9 @@ class Worker:
             step_seconds=self._steps,
             linear_calls_total=self._linear_calls,
             resident_bytes=self._resident_bytes,
+            gpu_allocated_bytes=self._gpu_bytes[0],
+            gpu_reserved_bytes=self._gpu_bytes[1],
+            gpu_peak_bytes=self._gpu_bytes[2],
         )
         self._send(StepOutputs(outputs=self._ready_outputs, stats=stats, sent_seconds=time.monotonic()))
         self._ready_outputs = []

@@ -1,0 +1,89 @@
+#!/usr/bin/env bash
+# Builds the image on a base made by debootstrap and runs it as a cluster would: read-only root, no
+# capabilities, an ordinary user and then a user that no passwd entry knows. Debian and root needed.
+#
+#   tests/deploy/image.sh cpu MODEL_DIR
+#   tests/deploy/image.sh gpu MODEL_DIR [TORCH_REQUIREMENT]   the GPU variant, run with LACUNAR_DEVICE=cpu
+#
+# WORK (default build/image) keeps the base and the image store; RUN_ONLY=1 skips the build.
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+
+device=${1:?cpu or gpu} model=$(realpath "${2:?a model directory}") torch=${3:-}
+work=$(realpath -m "${WORK:-build/image}")
+mkdir -p "$work"
+missing=()
+for tool in buildah podman debootstrap crun curl; do command -v "$tool" >/dev/null || missing+=("$tool"); done
+if ((${#missing[@]})); then
+  apt-get update -qq
+  DEBIAN_FRONTEND=noninteractive apt-get install --yes --no-install-recommends "${missing[@]}"
+fi
+
+export STORAGE_DRIVER=${STORAGE_DRIVER:-vfs}
+store=(--root "$work/store" --runroot "$work/run")
+base=localhost/lacunar-base:bookworm
+image=localhost/lacunar:$device
+
+build() {
+  if ! buildah "${store[@]}" inspect --type image "$base" >/dev/null 2>&1; then
+    rm -rf "$work/base"
+    debootstrap --variant=minbase \
+      --include=ca-certificates,python3,python3-venv,python-is-python3 bookworm "$work/base" >"$work/debootstrap.log"
+    local container
+    container=$(buildah "${store[@]}" from scratch)
+    buildah "${store[@]}" copy --quiet "$container" "$work/base" /
+    buildah "${store[@]}" config --env PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin "$container"
+    buildah "${store[@]}" commit --quiet --rm "$container" "$base"
+    rm -rf "$work/base"
+  fi
+  # The build asks the registries that this machine is set up for, as this machine asks them.
+  printf '[global]\n' >"$work/pip.conf"
+  [[ -n ${PIP_CERT:-} ]] && printf 'cert = %s\n' "$PIP_CERT" >>"$work/pip.conf"
+  [[ -n ${PIP_FIND_LINKS:-} ]] && printf 'find-links = %s\n' "$PIP_FIND_LINKS" >>"$work/pip.conf"
+  [[ -n ${PIP_INDEX_URL:-} ]] && printf 'index-url = %s\n' "$PIP_INDEX_URL" >>"$work/pip.conf"
+  local volumes=(--volume "$work/pip.conf:/etc/pip.conf:ro") path
+  for path in /etc/xdg/pip /opt/wheels /opt/pypi /opt/pypi-more /etc/ssl/certs; do
+    [[ -e $path ]] && volumes+=(--volume "$path:$path:ro")
+  done
+  buildah "${store[@]}" build --isolation chroot --format docker --pull=never --network host \
+    "${volumes[@]}" --build-arg "BASE=$base" --build-arg "DEVICE=$device" --build-arg TORCH_CPU_INDEX= \
+    --build-arg "TORCH_REQUIREMENT=$torch" ${CUDA_ARCHITECTURES:+--build-arg "CUDA_ARCHITECTURES=$CUDA_ARCHITECTURES"} \
+    --tag "$image" .
+}
+
+# check USER PORT: start, wait until it is ready, ask, scrape, stop.
+check() {
+  local user=$1 port=$2 name="lacunar-$device-$2" begin=$SECONDS
+  local run=(podman "${store[@]}" --cgroup-manager cgroupfs)
+  "${run[@]}" run --detach --name "$name" --read-only --read-only-tmpfs=false --cap-drop=ALL \
+    --security-opt no-new-privileges --cgroups=disabled --network host --user "$user" \
+    --tmpfs /tmp:mode=1777 --tmpfs /var/cache/lacunar:mode=1777 --volume "$model:/models/model:ro" \
+    --env LACUNAR_HOST=127.0.0.1 --env "LACUNAR_PORT=$port" --env LACUNAR_DEVICE=cpu "$image" >/dev/null
+  # shellcheck disable=SC2064  # the values of now
+  trap "${run[*]} logs $name; ${run[*]} rm --force --time 5 $name >/dev/null" EXIT
+  timeout 180 bash -c "until curl --silent --fail http://127.0.0.1:$port/readyz >/dev/null; do read -rt 0.5 <> <(:) || :; done"
+  echo "$device, user $user: ready after $((SECONDS - begin)) s; $("${run[@]}" exec "$name" id)"
+  "${run[@]}" exec "$name" sh -c 'if touch /opt/lacunar/x 2>/dev/null; then echo "the root is writable" >&2; exit 1; fi
+    for tool in cc g++ gcc nvcc; do if command -v $tool; then echo "a compiler is in the image" >&2; exit 1; fi; done
+    grep -E "^Cap(Eff|Bnd):\s+0+$" /proc/1/status; tr "\0" " " </proc/1/cmdline; echo'
+  local body="{\"model\": \"model\", \"prompt\": \"The capital of France is\", \"max_tokens\": 8, \"temperature\": 0}"
+  curl --silent --fail "http://127.0.0.1:$port/v1/completions" -H 'content-type: application/json' -d "$body"
+  echo
+  curl --silent --fail "http://127.0.0.1:$port/metrics" >"$work/metrics-$port.txt"
+  grep -E '^lacunar_(requests_total|build_info)' "$work/metrics-$port.txt"
+  grep -qx 'lacunar_requests_total{endpoint="completions"} 1.0' "$work/metrics-$port.txt"
+  "${run[@]}" healthcheck run "$name" && echo "healthcheck: healthy"
+  "${run[@]}" stop --time 60 "$name" >/dev/null
+  local status
+  status=$("${run[@]}" inspect --format '{{.State.ExitCode}}' "$name")
+  echo "exit status after SIGTERM: $status"
+  trap - EXIT
+  "${run[@]}" rm "$name" >/dev/null
+  [[ $status == 0 ]]
+}
+
+[[ ${RUN_ONLY:-} ]] || build
+podman "${store[@]}" images
+check 10001:0 "${PORT:-18000}"
+check 123456:0 "$((${PORT:-18000} + 1))"
+echo "The $device image is built and works."
