@@ -54,8 +54,8 @@ COPY kernels_ext kernels_ext
 COPY service service
 RUN if [ "${DEVICE}" = gpu ]; then cuda=ON; else cuda=OFF; fi \
     && pip install --no-build-isolation . \
-         -C "cmake.define.KERNELS_CUDA=${cuda}" \
-         -C "cmake.define.CMAKE_CUDA_ARCHITECTURES=${CUDA_ARCHITECTURES}"
+         --config-settings "cmake.define.KERNELS_CUDA=${cuda}" \
+         --config-settings "cmake.define.CMAKE_CUDA_ARCHITECTURES=${CUDA_ARCHITECTURES}"
 
 
 FROM ${BASE} AS runtime

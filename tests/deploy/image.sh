@@ -45,7 +45,7 @@ build() {
   for path in /etc/xdg/pip /opt/wheels /opt/pypi /opt/pypi-more /etc/ssl/certs; do
     [[ -e $path ]] && volumes+=(--volume "$path:$path:ro")
   done
-  buildah "${store[@]}" build --isolation chroot --format docker --pull=never --network host \
+  buildah "${store[@]}" build --layers --isolation chroot --format docker --pull=never --network host \
     "${volumes[@]}" --build-arg "BASE=$base" --build-arg "DEVICE=$device" --build-arg TORCH_CPU_INDEX= \
     --build-arg "TORCH_REQUIREMENT=$torch" ${CUDA_ARCHITECTURES:+--build-arg "CUDA_ARCHITECTURES=$CUDA_ARCHITECTURES"} \
     --tag "$image" .

@@ -1,5 +1,6 @@
 """What the image and the compose files promise must be what the server does."""
 
+import json
 import re
 import shutil
 import subprocess
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
+from service.metrics import GpuMetrics, Metrics
 from service.settings import Settings
 
 ROOT = Path(__file__).parents[2]
@@ -84,6 +86,8 @@ def test_every_compose_variable_is_known(variant):
     services = yaml.safe_load((ROOT / "deploy" / variant).read_text())["services"]
     for service in services.values():
         for name in service.get("environment", {}):
+            if name.startswith("GF_"):
+                continue
             assert name.removeprefix("LACUNAR_").lower() in Settings.model_fields
 
 
@@ -95,3 +99,39 @@ def test_dockerfile_passes_hadolint():
     result = subprocess.run([hadolint, str(ROOT / "Dockerfile")], capture_output=True, text=True, check=False)
 
     assert result.returncode == 0, result.stdout
+
+
+def _expressions() -> list[tuple[str, str]]:
+    rules = yaml.safe_load((ROOT / "deploy/prometheus/rules.yml").read_text())["groups"]
+    found = [(r.get("alert") or r["record"], r["expr"]) for group in rules for r in group["rules"]]
+    panels = json.loads((ROOT / "deploy/grafana/lacunar.json").read_text())["panels"]
+    return found + [(p["title"], target["expr"]) for p in panels for target in p.get("targets", [])]
+
+
+@pytest.mark.parametrize(("where", "expression"), _expressions())
+def test_alerts_and_dashboard_name_only_metrics_that_exist(where, expression):
+    """A renamed metric would leave an alert that never fires and a panel that stays empty."""
+    metrics = Metrics()
+    GpuMetrics(metrics.registry)
+    rules = yaml.safe_load((ROOT / "deploy/prometheus/rules.yml").read_text())["groups"]
+    known = {rule["record"] for group in rules for rule in group["rules"] if "record" in rule}
+    for family in metrics.registry.collect():
+        suffixes = {"counter": ["_total"], "histogram": ["_bucket", "_sum", "_count"]}
+        known |= {family.name + suffix for suffix in suffixes.get(family.type, [""])}
+
+    named = set(re.findall(r"\blacunar[_:][a-z0-9_:]+", expression))
+
+    assert named or expression.startswith("up{")
+    assert named <= known
+
+
+def test_every_alert_has_a_paragraph_in_the_runbook():
+    """Alerts link there by their name."""
+    headings = re.findall(r"^## (\w+)", (ROOT / "docs/runbook.md").read_text(), flags=re.MULTILINE)
+    rules = yaml.safe_load((ROOT / "deploy/prometheus/rules.yml").read_text())["groups"]
+    alerts = [rule for group in rules for rule in group["rules"] if "alert" in rule]
+
+    assert alerts
+    for alert in alerts:
+        assert alert["alert"] in headings
+        assert alert["annotations"]["runbook"] == f"docs/runbook.md#{alert['alert'].lower()}"
