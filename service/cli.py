@@ -200,6 +200,19 @@ def serve(
             show_default=False,
         ),
     ] = None,
+    status_page: Annotated[
+        bool | None,
+        typer.Option(
+            "--status-page/--no-status-page",
+            help="Show a page about the server at /. Default: on.",
+            rich_help_panel=_OPERATION,
+            show_default=False,
+        ),
+    ] = None,
+    metrics_alias: Annotated[
+        str | None,
+        _flag("vllm: /metrics also has vLLM's names for routers and dashboards. Default none.", _OPERATION),
+    ] = None,
     access_log: Annotated[
         bool | None,
         typer.Option(

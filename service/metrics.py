@@ -7,7 +7,7 @@ would negotiate rewrites names with colons, which the aliases that routers expec
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from prometheus_client import (
@@ -19,6 +19,8 @@ from prometheus_client import (
     disable_created_metrics,
     generate_latest,
 )
+from prometheus_client.core import Metric as MetricFamily
+from prometheus_client.registry import Collector
 
 from service import __version__
 from service.engine.protocol import BUILD_FACTS, EngineInfo, EngineStats, FinishReason
@@ -226,6 +228,7 @@ class Metrics:
         self.on_steps: Callable[[list[tuple[str, float, int]]], None] | None = None
         """Told of the steps (phase, seconds, tokens) that each message of the engine reports, if set."""
         self.engine_gpu_memory = EngineGpuMemory()
+        self._aliases: CollectorRegistry | None = None
 
     def _counter(self, name: str, help_text: str, *labels: str) -> Counter:
         return Counter(name, help_text, labels, registry=self.registry)
@@ -238,7 +241,13 @@ class Metrics:
 
     def page(self) -> bytes:
         """The /metrics page, Prometheus text 0.0.4."""
-        return generate_latest(self.registry)
+        page = generate_latest(self.registry)
+        return page if self._aliases is None else page + generate_latest(self._aliases)
+
+    def add_vllm_names(self, info: EngineInfo, model_name: str) -> None:
+        """Also publish what routers (Gateway API inference extension, llm-d) and dashboards read of vLLM."""
+        self._aliases = CollectorRegistry()
+        self._aliases.register(_VllmNames(self.registry, info, model_name))
 
     def set_engine_info(self, info: EngineInfo, model_name: str) -> None:
         """Publish what the engine said about itself and the model, under the name that clients use."""
@@ -286,6 +295,55 @@ class Metrics:
         if step > 0:
             counter.inc(step)
             self._totals[key] = total
+
+
+_VLLM_NAMES = {
+    "lacunar_sequences_running": "vllm:num_requests_running",
+    "lacunar_sequences_waiting": "vllm:num_requests_waiting",
+    "lacunar_time_to_first_token_seconds": "vllm:time_to_first_token_seconds",
+    "lacunar_inter_token_seconds": "vllm:inter_token_latency_seconds",
+    "lacunar_request_duration_seconds": "vllm:e2e_request_latency_seconds",
+    "lacunar_queue_seconds": "vllm:request_queue_time_seconds",
+    "lacunar_prefill_seconds": "vllm:request_prefill_time_seconds",
+    "lacunar_prompt_tokens": "vllm:prompt_tokens",
+    "lacunar_generation_tokens": "vllm:generation_tokens",
+    "lacunar_preemptions": "vllm:num_preemptions",
+    "lacunar_prefix_cache_queries": "vllm:prefix_cache_queries",
+    "lacunar_prefix_cache_hits": "vllm:prefix_cache_hits",
+}
+
+
+class _VllmNames(Collector):
+    """The registry's values once more, under vLLM's names and with its label `model_name`."""
+
+    def __init__(self, registry: CollectorRegistry, info: EngineInfo, model_name: str) -> None:
+        self._registry = registry
+        self._info = info
+        self._model = {"model_name": model_name, "engine": "0"}
+
+    def collect(self) -> Iterator[MetricFamily]:
+        """One family for each alias."""
+        values: dict[str, float] = {}
+        for family in self._registry.collect():
+            if family.name in ("lacunar_kv_blocks", "lacunar_kv_blocks_used"):
+                values[family.name] = family.samples[0].value
+            alias = _VLLM_NAMES.get(family.name)
+            if alias is None:
+                continue
+            renamed = MetricFamily(alias, family.documentation, family.type)
+            for sample in family.samples:
+                name = alias + sample.name.removeprefix(family.name)
+                renamed.add_sample(name, {**sample.labels, **self._model}, sample.value)
+            yield renamed
+        use = MetricFamily("vllm:kv_cache_usage_perc", "KV blocks in use, 0 to 1.", "gauge")
+        blocks = values["lacunar_kv_blocks"]
+        share = values["lacunar_kv_blocks_used"] / blocks if blocks else 0.0
+        use.add_sample("vllm:kv_cache_usage_perc", self._model, share)
+        yield use
+        config = MetricFamily("vllm:cache_config_info", "The KV cache; the value is always 1.", "gauge")
+        facts = {"block_size": str(self._info.kv_block_size), "num_gpu_blocks": str(self._info.num_kv_blocks)}
+        config.add_sample("vllm:cache_config_info", {**facts, "engine": "0"}, 1)
+        yield config
 
 
 class GpuMetrics:

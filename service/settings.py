@@ -107,6 +107,11 @@ class Settings(BaseSettings):
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least level logged.")
     log_format: Literal["text", "json"] = Field("text", description="Log lines as text or as JSON objects.")
+    status_page: bool = Field(True, description="Show a page about the server at /, where /metrics is too.")
+    metrics_alias: Literal["none", "vllm"] = Field(
+        "none",
+        description="vllm: /metrics also has vLLM's names, for routers and dashboards.",
+    )
     access_log: bool = Field(True, description="Log one line for each request (never its text).")
     log_bodies: bool = Field(
         False, description="Also log the first 2000 characters of request bodies, prompts included."

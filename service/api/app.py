@@ -26,6 +26,7 @@ from .schemas import (
     ErrorDetail,
     TokenizeRequest,
 )
+from .status import make_status_router
 
 
 def create_app(context: ServerContext) -> FastAPI:
@@ -37,6 +38,9 @@ def create_app(context: ServerContext) -> FastAPI:
     app.include_router(make_health_router(context))
     if not apart:
         app.include_router(make_metrics_router(context))
+        # Beside /metrics, which it shows.
+        if settings.status_page:
+            app.include_router(make_status_router(context))
     # The last one added is the outermost.
     if keys := settings.api_keys():
         app.add_middleware(ApiKeyMiddleware, context=context, keys=keys)
@@ -52,6 +56,8 @@ def create_app(context: ServerContext) -> FastAPI:
     app.openapi = lambda: _openapi(app)  # type: ignore[method-assign]
     context.engine.on_stats = context.metrics.observe_stats
     context.metrics.set_engine_info(context.engine.info, context.model_name)
+    if settings.metrics_alias == "vllm":
+        context.metrics.add_vllm_names(context.engine.info, context.model_name)
     return app
 
 

@@ -32,7 +32,8 @@ _REQUEST_ID = re.compile(rb"^[A-Za-z0-9._:-]{1,128}$")
 _METHODS = {"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"}
 
 # Health for orchestrators, metrics for Prometheus: neither usually holds an API key.
-OPEN_PATHS = frozenset({"/livez", "/readyz", "/health", "/metrics"})
+# The page at "/" is the same for everyone and asks for the key itself.
+OPEN_PATHS = frozenset({"/", "/livez", "/readyz", "/health", "/metrics"})
 
 _LOGGED_CHARACTERS = 2000
 

@@ -28,7 +28,7 @@ build() {
   if ! buildah "${store[@]}" inspect --type image "$base" >/dev/null 2>&1; then
     rm -rf "$work/base"
     debootstrap --variant=minbase \
-      --include=ca-certificates,python3,python3-venv,python-is-python3 bookworm "$work/base" >"$work/debootstrap.log"
+      --include=ca-certificates,python3,python3-dev,python3-venv,python-is-python3 bookworm "$work/base" >"$work/debootstrap.log"
     local container
     container=$(buildah "${store[@]}" from scratch)
     buildah "${store[@]}" copy --quiet "$container" "$work/base" /
