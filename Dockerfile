@@ -5,7 +5,7 @@
 #   docker build -t lacunar:cpu --build-arg DEVICE=cpu .
 #   docker build -t lacunar:gpu --build-arg DEVICE=gpu .
 #
-# BASE is any Debian with `python` >= 3.11 and its venv module; pin it by digest for a release:
+# BASE is any Debian with `python` >= 3.11, its venv module and headers; pin it by digest for a release:
 # --build-arg BASE=python@sha256:... . The builder needs no vendor image: nvcc 13.0 comes from the Python
 # registry. The runtime stage has no compiler, runs as an ordinary user (or any user of group 0) with a
 # read-only root, and writes only below /var/cache/lacunar and /tmp. tests/deploy/image.sh builds and runs it.
