@@ -36,6 +36,7 @@ SPEEDUPS: dict[str, tuple[float | None, ...]] = {
     "2:4": (1.85, 1.85, 1.75, 1.55, 1.45, 1.3, 1.2),
 }
 LARGE_TOKENS = (2048, 8192)
+TWO_OF_FOUR_BACKENDS = ("semi_structured", "cusparselt")
 # A weight of this many bytes when dense is large enough to be held to the roofline.
 ROOFLINE_DENSE_BYTES = 60e6
 
@@ -111,7 +112,7 @@ def linear_rows(content: dict[str, Any], kind: str, tokens: int) -> dict[tuple[i
         return None
     found: dict[tuple[int, int], Row] = {}
     for row in content.get("results", ()):
-        two_of_four = row["backend"].startswith("semi_structured")
+        two_of_four = row["backend"].startswith(TWO_OF_FOUR_BACKENDS)
         if row["backend"].startswith("cublas") or row["M"] != tokens or two_of_four != (kind == "2:4"):
             continue
         if kind != "2:4" and f"{row['sparsity']:.0%}" != kind.replace(" ", ""):

@@ -19,6 +19,9 @@ from service.settings import Settings
 logger = logging.getLogger("lacunar.api")
 
 _HEAD_SECONDS = 20.0
+# How long what a refused client still sends is read and dropped. Closed with bytes unread, TCP resets the
+# connection, and a reset may overtake the answer.
+_LINGER_SECONDS = 5.0
 
 
 class _Refused(Exception):
@@ -47,6 +50,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             self.timeout_keep_alive, self._close_late
         )
         self._head_begun = False
+        self._lingering = False
         raw = transport.get_extra_info("socket")
         if raw is not None and raw.family in (socket.AF_INET, socket.AF_INET6):
             # Finds peers that are gone without a word, sooner or later.
@@ -62,9 +66,11 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         """See asyncio.Protocol."""
+        if self._lingering:
+            return
         self._message_ended = False
         super().data_received(data)
-        if not self._in_head or self._message_ended or self.transport.is_closing():
+        if not self._in_head or self._message_ended or self._lingering or self.transport.is_closing():
             # Where a message ended, only the next packet surely belongs to another one's head.
             return
         self._head_bytes += len(data)
@@ -110,7 +116,14 @@ class LimitedHttpProtocol(HttpToolsProtocol):
             + str(len(body)).encode()
         )
         self.transport.write(STATUS_LINE[status] + head + b"\r\n\r\n" + body)
-        self.transport.close()
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.transport.close()  # and what still comes of the answer under way is dropped
+            return
+        self._lingering = True
+        self._cancel_head_timer()
+        self._head_timer = self.loop.call_later(_LINGER_SECONDS, self._close_late)
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
 
     def _too_large(self) -> tuple[int, str]:
         return (
@@ -120,7 +133,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
     def _refuse_late(self) -> None:
         self._head_timer = None
-        if not self.transport.is_closing():
+        if not self._lingering and not self.transport.is_closing():
             self._refusal = 408, f"the request's headers did not arrive within {_HEAD_SECONDS:g} s"
             self.send_400_response("")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 
 import httpx
@@ -26,17 +25,16 @@ async def read_answer(reader: asyncio.StreamReader) -> tuple[int, dict]:
 
 @pytest.mark.parametrize("parts", [1, 50])
 async def test_a_head_over_the_limit_is_a_431(serve, parts):
-    """In one packet or in many, ended or not."""
+    """In one packet or many, ended or not: what comes after the limit does not cost the client its answer."""
     async with serve(max_header_bytes=2000) as server:
         reader, writer = await connect(server)
         lines = b"".join(b"X-%d: %s\r\n" % (i, b"a" * 90) for i in range(50))
         head = b"GET /livez HTTP/1.1\r\nHost: x\r\n" + lines
         size = -(-len(head) // parts)
-        with contextlib.suppress(ConnectionError):  # it may be closed before all is sent
-            for start in range(0, len(head), size):
-                writer.write(head[start : start + size])
-                await writer.drain()
-                await asyncio.sleep(0)
+        for start in range(0, len(head), size):
+            writer.write(head[start : start + size])
+            await writer.drain()
+            await asyncio.sleep(0)
         if parts == 1:
             writer.write(b"\r\n")
         status, body = await read_answer(reader)
@@ -46,6 +44,38 @@ async def test_a_head_over_the_limit_is_a_431(serve, parts):
         writer.close()
         async with httpx.AsyncClient(base_url=server.url) as client:
             assert (await client.get("/livez", headers={"X-Long": "a" * 1500})).status_code == 200
+
+
+async def test_a_refused_client_that_goes_on_sending_reads_its_answer(serve):
+    """A connection closed over unread bytes is reset, and the reset may overtake the answer."""
+    async with serve(max_header_bytes=2000) as server:
+        reader, writer = await connect(server)
+        writer.write(b"GET /livez HTTP/1.1\r\nX: " + b"a" * 4000)
+        await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 20)  # refused by now
+        for _ in range(20):
+            writer.write(b"a" * 50_000)
+            await writer.drain()
+        body = await asyncio.wait_for(reader.read(), 20)
+
+        assert "2000 bytes" in json.loads(body)["error"]["message"]
+        writer.close()
+
+
+async def test_a_refused_client_that_stays_is_closed(serve, monkeypatch):
+    monkeypatch.setattr(protocol, "_LINGER_SECONDS", 0.05)
+    async with serve(max_header_bytes=2000) as server:
+        reader, writer = await connect(server)
+        writer.write(b"GET /livez HTTP/1.1\r\nX: " + b"a" * 4000)
+        await read_answer(reader)  # the server has ended its side
+
+        async def send_for_ever() -> None:
+            while True:
+                writer.write(b"a")
+                await writer.drain()
+                await asyncio.sleep(0.01)
+
+        with pytest.raises(ConnectionError):  # once the server has closed its side too
+            await asyncio.wait_for(send_for_ever(), 20)
 
 
 async def test_a_large_body_is_no_large_head(serve):
