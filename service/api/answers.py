@@ -97,6 +97,7 @@ class CompletionFormat(AnswerFormat):
             object="text_completion",
             created=self.generation.created,
             model=self.model,
+            system_fingerprint=self.generation.system_fingerprint,
             choices=choices,
             usage=usage,
         )
@@ -144,6 +145,7 @@ class ChatFormat(AnswerFormat):
             id=self.generation.id,
             created=self.generation.created,
             model=self.model,
+            system_fingerprint=self.generation.system_fingerprint,
             choices=[
                 ChatChoice(
                     index=choice.index,
@@ -211,6 +213,7 @@ class ChatFormat(AnswerFormat):
             object="chat.completion.chunk",
             created=self.generation.created,
             model=self.model,
+            system_fingerprint=self.generation.system_fingerprint,
             choices=choices,
             usage=usage,
         )

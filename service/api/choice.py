@@ -57,6 +57,7 @@ class Choice:
         stops, include_stop: stop strings, and whether a matched one stays in the text.
         min_tokens: stop strings are not looked for before this many tokens.
         want_logprobs: whether the engine sends log probabilities.
+        stop_token_logprobs: whether those of the token that ended the sequence are shown; it has no text.
         echo: the prompt's text to begin with, or None.
         skip_special_tokens: leave special tokens out of the text.
         after_prompt: the text goes on where the prompt's ends.
@@ -73,6 +74,7 @@ class Choice:
         include_stop: bool = False,
         min_tokens: int = 0,
         want_logprobs: bool = False,
+        stop_token_logprobs: bool = False,
         echo: str | None = None,
         skip_special_tokens: bool = True,
         after_prompt: bool = False,
@@ -92,6 +94,7 @@ class Choice:
         self._matcher = StopStringMatcher(stops, include_match=include_stop)
         self._min_tokens = min_tokens
         self._want_logprobs = want_logprobs
+        self._stop_token_logprobs = stop_token_logprobs
         self._by_token = bool(stops) or want_logprobs
         self._echo = echo
         self._started = False
@@ -129,8 +132,11 @@ class Choice:
         else:
             for position, token_id in enumerate(tokens):
                 self.completion_tokens += 1
+                logprobs = output.logprobs[position] if output.logprobs else None
                 if position < shown:
-                    text += self._push(token_id, output.logprobs[position] if output.logprobs else None)
+                    text += self._push(token_id, logprobs)
+                elif self._stop_token_logprobs:
+                    self._add_entry(token_id, logprobs)
                 if self.stopped_by_string:
                     break
         finish = "stop" if self.stopped_by_string else output.finish_reason
@@ -167,11 +173,14 @@ class Choice:
         return self._echo
 
     def _push(self, token_id: int, logprobs: TokenLogprobs | None) -> str:
-        if logprobs is not None:
-            self._entries.append(LogprobEntry(token_id, logprobs.logprob, logprobs.top, self._decoded))
+        self._add_entry(token_id, logprobs)
         text = self._detokenizer.push([token_id])
         self._decoded += len(text)
         return text if self.completion_tokens <= self._min_tokens else self._matcher.feed(text)
+
+    def _add_entry(self, token_id: int, logprobs: TokenLogprobs | None) -> None:
+        if logprobs is not None:
+            self._entries.append(LogprobEntry(token_id, logprobs.logprob, logprobs.top, self._decoded))
 
     def _piece(self, text: str) -> Piece:
         self._started = True

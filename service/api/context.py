@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import functools
+import hashlib
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from service import __version__
 from service.engine.client import EngineClient
 from service.errors import EngineUnavailable
 from service.metrics import Metrics
@@ -43,6 +46,25 @@ class ServerContext:
     def model_name(self) -> str:
         """The name clients use for the model."""
         return self.settings.model_name
+
+    @functools.cached_property
+    def system_fingerprint(self) -> str:
+        """Changes when equal requests with equal seeds may be answered otherwise than before.
+
+        Begins with b, as clients of llama.cpp look for a build number there.
+        """
+        info = self.engine.info
+        facts = (
+            __version__,
+            info.architecture,
+            info.implementation,
+            info.device,
+            info.dtype,
+            info.vocab_size,
+            info.stored_bytes,
+            sorted(info.build.items()),
+        )
+        return "b" + hashlib.sha256(repr(facts).encode()).hexdigest()[:12]
 
     @property
     def max_sequence_tokens(self) -> int:

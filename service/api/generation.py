@@ -251,6 +251,7 @@ class Generation:
     Attributes:
         id: the answer's id.
         created: Unix time.
+        system_fingerprint: the server's.
         choices: in the order of the answer: all choices of the first prompt, then of the second, ...
     """
 
@@ -266,6 +267,7 @@ class Generation:
     ) -> None:
         self.id = answer_id
         self.created = int(time.time())
+        self.system_fingerprint = context.system_fingerprint
         self.choices = choices
         self._context = context
         self._endpoint = endpoint
@@ -322,6 +324,8 @@ class Generation:
                                 include_stop=bool(request.include_stop_str_in_output),
                                 min_tokens=sampling.min_tokens,
                                 want_logprobs=sampling.logprobs is not None,
+                                # Scoring clients (lm-eval) take one generated token off the list's end.
+                                stop_token_logprobs=not chat,
                                 echo=prompt.text if echo else None,
                                 skip_special_tokens=skip_special,
                                 after_prompt=not chat and context.tokenizer.spaces_depend_on_context,

@@ -180,7 +180,7 @@ class StreamOptions(_Body):
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = Field(
-        None, description="Usage so far in every event; only together with include_usage."
+        None, description="Usage so far in every event; means nothing without include_usage, as in vLLM."
     )
 
 
@@ -290,11 +290,6 @@ class GenerationRequest(_Body):
     def _check_combinations(self) -> GenerationRequest:
         if self.stream_options is not None and not self.stream:
             raise FieldError("stream_options", "only allowed together with stream: true")
-        options = self.stream_options
-        if options is not None and options.continuous_usage_stats and not options.include_usage:
-            raise FieldError(
-                "stream_options", "continuous_usage_stats is only allowed together with include_usage"
-            )
         if self.best_of is not None and self.best_of != (self.n or 1):
             raise FieldError(
                 "best_of", f"best_of is {self.best_of}, but only the value of n ({self.n or 1}) is supported"
@@ -591,6 +586,7 @@ class Completion(BaseModel):
     object: Literal["text_completion"] = "text_completion"
     created: int
     model: str
+    system_fingerprint: str
     choices: list[CompletionChoice]
     usage: Usage | None = None
 
@@ -655,6 +651,7 @@ class ChatCompletion(BaseModel):
     object: Literal["chat.completion"] = "chat.completion"
     created: int
     model: str
+    system_fingerprint: str
     choices: list[ChatChoice]
     usage: Usage
 
@@ -689,6 +686,7 @@ class ChatCompletionChunk(BaseModel):
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
     created: int
     model: str
+    system_fingerprint: str
     choices: list[ChatChunkChoice]
     usage: Usage | None = None
 

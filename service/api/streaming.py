@@ -97,7 +97,7 @@ async def events(
     exclude = None if include_usage else {"usage"}
     async with answer.generation as generation, aclosing(generation.pieces()) as pieces:
         async for choice, piece, sent_seconds in pieces:
-            usage = generation.usage if continuous_usage else None
+            usage = generation.usage if include_usage and continuous_usage else None
             chunks = answer.chunks(choice, piece, usage)
             data = [chunk.model_dump_json(exclude=exclude, exclude_unset=True) for chunk in chunks]
             yield Events(b"".join(map(_event, data)), sent_seconds)

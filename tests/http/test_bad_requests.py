@@ -107,7 +107,6 @@ async def check_unharmed(client, server) -> None:
         ({"response_format": 5}, "response_format", "object"),
         ({"structured_outputs": {"choice": "a"}}, "structured_outputs.choice", "array"),
         ({"structured_outputs": {"regex": "a", "json_object": True}}, "structured_outputs", "only one"),
-        ({"stream": True, "stream_options": {"continuous_usage_stats": True}}, "stream_options", "include"),
         ({"skip_special_tokens": 1}, "skip_special_tokens", "boolean"),
         ({"prompt_logprobs": 1}, "prompt_logprobs", "echo"),
         ({"allowed_token_ids": [1]}, "allowed_token_ids", "not supported"),

@@ -36,6 +36,7 @@ async def test_a_stream_names_the_role_once_for_each_choice(client, n):
     *events, done = sse(response.text)
     assert done == "[DONE]"
     assert {event["object"] for event in events} == {"chat.completion.chunk"}
+    assert len({event["system_fingerprint"] for event in events}) == 1
     for index in range(n):
         own = [e["choices"][0] for e in events if e["choices"][0]["index"] == index]
         assert own[0]["delta"]["role"] == "assistant"

@@ -223,12 +223,25 @@ async def test_logprobs_align_with_the_text(client, server, stream):
     else:
         logprobs = response.json()["choices"][0]["logprobs"]
     text = "one two three four five"
-    assert "".join(logprobs["tokens"]) == text
+    # The token that ended the sequence has no text but a place in the list, as it is counted in the usage:
+    # scoring clients drop the last entry, and would drop one of the prompt's with echo.
+    assert "".join(logprobs["tokens"]) == text + "</s>"
     assert logprobs["token_logprobs"] == [-0.25] * len(logprobs["tokens"])
-    for token, offset in zip(logprobs["tokens"], logprobs["text_offset"], strict=True):
+    for token, offset in zip(logprobs["tokens"][:-1], logprobs["text_offset"][:-1], strict=True):
         assert text[offset:].startswith(token)
+    assert logprobs["text_offset"][-1] == len(text)
     # An impossible alternative is -inf in the engine, which JSON cannot say.
     assert all(-9999.0 in top.values() for top in logprobs["top_logprobs"])
+
+
+async def test_every_counted_token_has_a_logprob(client, server):
+    """lm-eval takes the prompt's logprobs to be all but the last, also where the one new token is the end."""
+    server.engine.text = ""
+    request = {"prompt": "hi there", "echo": True, "logprobs": 1, "max_tokens": 1}
+    body = (await client.post("/v1/completions", json=request)).json()
+
+    assert body["usage"]["completion_tokens"] == 1
+    assert len(body["choices"][0]["logprobs"]["token_logprobs"]) == body["usage"]["total_tokens"]
 
 
 async def test_logprobs_stop_where_a_stop_string_cuts_the_text(client):
@@ -247,7 +260,7 @@ async def test_parts_of_a_character_are_reported_as_bytes(client, server):
 
     assert choice["text"] == "🦊"
     raw = "".join(token.removeprefix("bytes:") for token in choice["logprobs"]["tokens"])
-    assert raw == "\\xf0\\x9f\\xa6\\x8a"
+    assert raw == "\\xf0\\x9f\\xa6\\x8a</s>"
 
 
 @pytest.mark.parametrize("prompt", ["hello there", [10, 11, 12]])
