@@ -22,10 +22,11 @@ from .transformers_model import (
     convert,
     expert_report,
     ignored_patterns,
-    linear_modules,
+    is_linear,
     linear_plan,
     map_names,
     resolve_ties,
+    take_expert_plans,
     why_not_served,
 )
 from .weights import LinearPlan, Progress, WeightReader
@@ -126,12 +127,20 @@ def _transformers_layers(config: Any, checkpoint: Checkpoint, reader: WeightRead
     model = build_empty(config, reader.dtype)
     names = map_names(model, checkpoint)
     resolve_ties(names, reader)
+    experts, whole_experts = take_expert_plans(model, names)
     converted: dict[str, tuple[tuple[int, ...], int]] = {}
     for first, conversion in names.conversions.items():
         for target, tensor in convert(model, first, conversion, reader):
             converted[target] = tuple(tensor.shape), int(torch.count_nonzero(tensor))
+    experts_at = {plan.path: plan for plan in experts}
     layers = []
-    for path, module in linear_modules(model):
+    for path, module in model.named_modules():
+        if path in experts_at:
+            # As `Experts` holds them: every expert's gate and up, then every expert's down.
+            gate_up, down = zip(*experts_at[path].linears(), strict=True)
+            layers += [reader.inspect(linear) for linear in (*gate_up, *down)]
+        if not is_linear(module):
+            continue
         weight = f"{path}.weight"
         plan = linear_plan(path, module, names)
         if weight in names.tied and names.tied[weight] in names.direct:
@@ -146,7 +155,8 @@ def _transformers_layers(config: Any, checkpoint: Checkpoint, reader: WeightRead
             checkpoint.find(weight, tuple(model.get_parameter(weight).shape))
     for name, parameter in model.named_parameters():
         if parameter.dim() == 3 and name in converted:
-            layers.append(expert_report(name, *converted[name], reader.dtype))
+            reason = whole_experts[name.rpartition(".")[0]]
+            layers.append(expert_report(name, *converted[name], reader.dtype, reason))
     for target, source in names.direct.items():
         entry = checkpoint.entries[source]
         wanted = tuple(model.state_dict()[target].shape)

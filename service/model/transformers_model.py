@@ -39,6 +39,7 @@ from .attention import (
     running_step,
 )
 from .checkpoint import Checkpoint, TensorEntry, fault, matrix_shape
+from .experts import Experts, ExpertsPlan, apply_gate_of, expert_modules, plan_experts
 from .interface import ForwardBatch, KvCache, LayerReport, ModelSpec
 from .linear import TIED_HEAD, SparseLinear
 from .weights import LinearPlan, WeightReader
@@ -146,8 +147,13 @@ def map_names(model: Any, checkpoint: Checkpoint) -> NameMap:
 def linear_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Every module that multiplies by a weight matrix, with its path."""
     for path, module in model.named_modules():
-        if isinstance(module, (nn.Linear, Conv1D)):
+        if is_linear(module):
             yield path, module
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Whether a module of transformers multiplies by a weight matrix."""
+    return isinstance(module, (nn.Linear, Conv1D))
 
 
 def linear_plan(path: str, module: nn.Module, names: NameMap) -> LinearPlan | None:
@@ -199,6 +205,8 @@ class TransformersDecoder:
         self.spec = spec
         self._model = model
         self._linears: list[SparseLinear] = []
+        # Experts that stay 3-D parameters, and why.
+        self._whole_experts: dict[str, str] = {}
         self._takes_indices = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._fill(reader)
         model.eval()
@@ -223,7 +231,13 @@ class TransformersDecoder:
     def layer_reports(self) -> list[LayerReport]:
         """Describe every linear layer, in the model's order, and the experts that stay 3-D parameters."""
         experts = [
-            expert_report(name, tuple(parameter.shape), int(torch.count_nonzero(parameter)), parameter.dtype)
+            expert_report(
+                name,
+                tuple(parameter.shape),
+                int(torch.count_nonzero(parameter)),
+                parameter.dtype,
+                self._whole_experts.get(name.rpartition(".")[0], ""),
+            )
             for name, parameter in self._model.named_parameters()
             if parameter.dim() == 3
         ]
@@ -253,6 +267,13 @@ class TransformersDecoder:
         resolve_ties(names, reader)
         dtypes = _DtypePlan(model, self.spec.dtype)
         _materialise_buffers(model, self.spec.device)
+        all_experts, self._whole_experts = take_expert_plans(model, names)
+        for experts in all_experts:
+            dtype = dtypes.of(experts.parameters[0])
+            pairs = [[reader.linear(linear, dtype) for linear in expert] for expert in experts.linears()]
+            gate_up, down = zip(*pairs, strict=True)
+            gate = apply_gate_of(model.get_submodule(experts.path))
+            self._replace(experts.path, Experts(gate_up, down, gate))
         modules = dict(linear_modules(model))
         # Converted tensors: a linear's weight is packed at once, the rest waits for its turn below.
         converted: dict[str, Tensor] = {}
@@ -349,9 +370,9 @@ class TransformersDecoder:
             raise fault(reader.checkpoint.path, name, f"shape {list(shape)}", f"shape {list(tensor.shape)}")
         return tensor.to(dtype).contiguous()
 
-    def _replace(self, path: str, linear: SparseLinear) -> None:
+    def _replace(self, path: str, module: nn.Module) -> None:
         parent, _, leaf = path.rpartition(".")
-        setattr(self._model.get_submodule(parent), leaf, linear)
+        setattr(self._model.get_submodule(parent), leaf, module)
 
     @torch.inference_mode()
     def _check_attention(self) -> None:
@@ -406,8 +427,28 @@ class TransformersDecoder:
                 )
 
 
-def expert_report(name: str, shape: tuple[int, ...], nnz: int, dtype: torch.dtype) -> LayerReport:
-    """Describe the 3-D parameter of a mixture-of-experts layer, which stays dense."""
+def take_expert_plans(model: nn.Module, names: NameMap) -> tuple[list[ExpertsPlan], dict[str, str]]:
+    """Lay out the experts that get a linear each, and take their tensors out of `names`.
+
+    Returns:
+        The plans, and of the other experts modules the path and the reason.
+    """
+    plans, whole = [], {}
+    for path, module in expert_modules(model):
+        plan = plan_experts(path, module, names.conversions)
+        if isinstance(plan, str):
+            whole[path] = plan
+            continue
+        plans.append(plan)
+        for parameter in plan.parameters:
+            del names.conversions[parameter]
+    return plans, whole
+
+
+def expert_report(
+    name: str, shape: tuple[int, ...], nnz: int, dtype: torch.dtype, reason: str
+) -> LayerReport:
+    """Describe a 3-D parameter of a mixture-of-experts layer that stays dense, for this reason."""
     N, K = matrix_shape(shape)
     size = N * K * dtype.itemsize
     return LayerReport(
@@ -420,7 +461,7 @@ def expert_report(name: str, shape: tuple[int, ...], nnz: int, dtype: torch.dtyp
         dense_bytes=size,
         stored_bytes=size,
         backends={},
-        reason=_EXPERTS,
+        reason=f"{_EXPERTS}: {reason}",
     )
 
 

@@ -107,6 +107,11 @@ class FeatureNorms:
         self._squares = squares if self._squares is None else self._squares + squares
 
     @property
+    def seen(self) -> bool:
+        """Whether any token was seen: an expert may have none routed to it."""
+        return self._squares is not None
+
+    @property
     def norms(self) -> Tensor:
         """The norms so far; ValueError when no token was seen."""
         if self._squares is None:
@@ -127,6 +132,11 @@ class GramMatrix:
         if self._gram is None:
             self._gram = rows.new_zeros(rows.shape[1], rows.shape[1])
         self._gram.addmm_(rows.T, rows)
+
+    @property
+    def seen(self) -> bool:
+        """Whether any token was seen: an expert may have none routed to it."""
+        return self._gram is not None or self._factor is not None
 
     @property
     def factor(self) -> InverseFactor:

@@ -22,6 +22,8 @@ from transformers.pytorch_utils import Conv1D
 
 from service.errors import CheckpointError
 from service.model.checkpoint import Checkpoint
+from service.model.experts import Experts, apply_gate_of
+from service.model.transformers_model import map_names, take_expert_plans
 
 
 class LayerwiseModel:
@@ -59,10 +61,32 @@ class LayerwiseModel:
             for name, buffer in module._buffers.items():
                 if buffer is not None:
                     module._buffers[name] = buffer.to(self._device)
+        # Parameters whose names differ from the checkpoint's by more than a prefix.
+        self._names: dict[str, str] = {}
+        self._split_experts()
         self._layers_name, self._layers = self._find_layers()
         self.num_layers = len(self._layers)
         self._calls: dict[tuple[int, ...], list[dict[str, Any]]] = {}
         self._drop = self._checkpoint_prefix()
+
+    def _split_experts(self) -> None:
+        """Give each expert linears of its own, as the checkpoint has them, instead of 3-D parameters."""
+        names = map_names(self._model, self._checkpoint)
+        self._names |= names.direct
+        plans, _ = take_expert_plans(self._model, names)
+        for plan in plans:
+            with _parameters_on_meta():
+                gate_up = [_GateUp(plan.hidden, plan.inner) for _ in plan.down]
+                down = [nn.Linear(plan.inner, plan.hidden, bias=False) for _ in plan.down]
+            experts = Experts(gate_up, down, apply_gate_of(self._model.get_submodule(plan.path)))
+            parent, _, leaf = plan.path.rpartition(".")
+            setattr(self._model.get_submodule(parent), leaf, experts.eval())
+            for index in range(len(plan.down)):
+                self._names |= {
+                    f"{plan.path}.gate_up.{index}.gate.weight": plan.gate[index],
+                    f"{plan.path}.gate_up.{index}.up.weight": plan.up[index],
+                    f"{plan.path}.down.{index}.weight": plan.down[index],
+                }
 
     def _find_layers(self) -> tuple[str, nn.ModuleList]:
         expected = self._model.config.get_text_config().num_hidden_layers
@@ -85,13 +109,13 @@ class LayerwiseModel:
 
     def key(self, name: str) -> str:
         """The checkpoint's name of the model's parameter `name`."""
-        return name.removeprefix(self._drop)
+        return self._names.get(name, name.removeprefix(self._drop))
 
     def linears(self, layer: int) -> dict[str, nn.Module]:
         """The layer's modules that multiply by a matrix, by the checkpoint's name, in the model's order."""
-        prefix = self.key(f"{self._layers_name}.{layer}")
+        prefix = f"{self._layers_name}.{layer}"
         return {
-            f"{prefix}.{name}": module
+            self.key(f"{prefix}.{name}.weight").removesuffix(".weight"): module
             for name, module in self._layers[layer].named_modules()
             if isinstance(module, (nn.Linear, Conv1D))
         }
@@ -232,6 +256,19 @@ class LayerwiseModel:
                 module._buffers[name] = tensor
             else:
                 module._parameters[name] = nn.Parameter(tensor, requires_grad=False)
+
+
+class _GateUp(nn.Module):
+    """One expert's gate and up matrices, which the checkpoint stores apart: ``[M, H]`` to ``[M, 2 I]``."""
+
+    def __init__(self, hidden: int, inner: int) -> None:
+        super().__init__()
+        self.gate = nn.Linear(hidden, inner, bias=False)
+        self.up = nn.Linear(hidden, inner, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Both products, one behind the other."""
+        return torch.cat([self.gate(x), self.up(x)], dim=-1)
 
 
 def is_transposed(module: nn.Module) -> bool:

@@ -61,6 +61,8 @@ REPORT_FILE = "pruning.json"
 # that the widest activations of an 8B model (14336 float32 a token) stay at 120 MB.
 _BATCH_TOKENS = 2048
 
+_UNSEEN = "no calibration token reached it; give a longer calibration text"
+
 
 @dataclass(frozen=True, kw_only=True)
 class PruneOptions:
@@ -211,6 +213,10 @@ def _prune(checkpoint: Checkpoint, out: Path, options: PruneOptions, progress: P
         sparsities = run.owl(lambda f: progress("outliers", f)) if options.per_layer else None
         layers = run.prune(sparsities, lambda f: progress(step, f))
         seconds["prune"] = time.monotonic() - begin
+        pruned = {layer.name for layer in layers}
+        left_dense |= {name: _UNSEEN for linears in chosen for name in linears if name not in pruned}
+        if not layers:
+            raise ValueError(f"{checkpoint.path}: no linear layer was pruned: {_UNSEEN}")
         begin = time.monotonic()
         with new_directory(out) as directory:
             _join(checkpoint, directory, work, len(chosen), options.output, lambda f: progress("write", f))
@@ -339,7 +345,9 @@ class _Run:
                 for index, states in enumerate(hidden):
                     hidden[index] = self.runner.run_layer(L, states)
                 counts = [
-                    outlier_share(matrix_of(module), norms[name].norms) for name, module in linears.items()
+                    outlier_share(matrix_of(module), norms[name].norms)
+                    for name, module in linears.items()
+                    if norms[name].seen
                 ]
             shares.append(sum(n for n, _ in counts) / max(1, sum(size for _, size in counts)))
         progress(1.0)
@@ -364,6 +372,7 @@ class _Run:
                         functools.partial(prune_weight, target=target, feature_norms=norms[name].norms),
                     )
                     for name, module in linears.items()
+                    if norms[name].seen
                 }
             else:
                 with recorded(linears, GramMatrix) as grams:
@@ -376,9 +385,10 @@ class _Run:
                         functools.partial(sparsegpt_prune, inputs=grams[name].factor, target=target),
                     )
                     for name, module in linears.items()
+                    if grams[name].seen
                 }
-            for name, module in linears.items():
-                matrix_of(module).copy_(pruned[name])
+            for name, weight in pruned.items():
+                matrix_of(linears[name]).copy_(weight)
             if len(self.chosen) > L + 1:
                 for index, states in enumerate(hidden):
                     hidden[index] = runner.run_layer(L, states)

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
@@ -38,7 +37,6 @@ from service.pruning.pack import pack, unpack
 from tests.conformance.tiny_models import (
     FOREIGN,
     NATIVE,
-    VOCAB,
     PagedRun,
     prompt,
     reference_logits,
@@ -63,20 +61,7 @@ MODELS: dict[str, Callable[[], Any]] = {
         "gpt2",
         "gpt_neox_partial_rotary",
         "mixtral",
-    )
-} | {
-    "qwen3_moe": lambda: transformers.Qwen3MoeConfig(
-        vocab_size=VOCAB,
-        hidden_size=72,
-        intermediate_size=104,
-        moe_intermediate_size=40,
-        num_hidden_layers=2,
-        num_attention_heads=6,
-        num_key_value_heads=2,
-        head_dim=12,
-        num_experts=4,
-        num_experts_per_tok=2,
-        max_position_embeddings=256,
+        "qwen3_moe",
     )
 }
 

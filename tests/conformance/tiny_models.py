@@ -94,6 +94,9 @@ FOREIGN: dict[str, Callable[[], Any]] = {
     "mixtral": lambda: transformers.MixtralConfig(
         **_LLAMA_LIKE, num_local_experts=4, num_experts_per_tok=2, sliding_window=None
     ),
+    "qwen3_moe": lambda: transformers.Qwen3MoeConfig(
+        **_LLAMA_LIKE, head_dim=12, moe_intermediate_size=40, num_experts=5, num_experts_per_tok=2
+    ),
     "gemma_scaled_embedding": lambda: transformers.GemmaConfig(
         **{**_LLAMA_LIKE, "tie_word_embeddings": True}, head_dim=12
     ),
@@ -132,6 +135,9 @@ def save_model(
         for module in reference.modules():
             if isinstance(module, (nn.Linear, Conv1D)) and module is not reference.get_output_embeddings():
                 module.weight[torch.rand_like(module.weight, dtype=torch.float32) < sparsity] = 0
+        for parameter in reference.parameters():
+            if parameter.dim() == 3:  # experts
+                parameter[torch.rand_like(parameter, dtype=torch.float32) < sparsity] = 0
     reference = reference.to(dtype)
     reference.save_pretrained(path)
     return SavedModel(path, reference)

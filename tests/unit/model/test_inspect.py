@@ -16,7 +16,9 @@ from tests.unit.model.checkpoint_files import pack_directory
 
 
 @pytest.mark.parametrize("form", ["plain", "packed"])
-@pytest.mark.parametrize("name", ["llama", "llama_tied_head_dim_18", "qwen3", "gpt2", "opt", "mixtral"])
+@pytest.mark.parametrize(
+    "name", ["llama", "llama_tied_head_dim_18", "qwen3", "gpt2", "opt", "mixtral", "qwen3_moe"]
+)
 def test_inspect_reports_what_loading_makes(name: str, form: str, tmp_path: Path) -> None:
     """The same layers, formats, bytes, backends and reasons, in the same order."""
     save_model((NATIVE | FOREIGN)[name](), tmp_path / "plain")

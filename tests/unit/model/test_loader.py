@@ -153,14 +153,45 @@ def test_packed_checkpoints_of_other_architectures(name: str, tmp_path: Path) ->
     torch.testing.assert_close(got, reference_logits(saved.reference, tokens), rtol=0, atol=1e-4)
 
 
-def test_experts_stay_dense_and_the_report_says_so(tmp_path: Path) -> None:
-    """In transformers 5 they are one 3-D parameter; a report that left them out would claim too much."""
-    save_model(FOREIGN["mixtral"](), tmp_path)
-    reports = [report for report in load_model(tmp_path).layer_reports() if "experts" in report.name]
-    assert len(reports) == 6
+@pytest.mark.parametrize("name", ["mixtral", "qwen3_moe"])
+def test_experts_are_packed_one_by_one(name: str, tmp_path: Path) -> None:
+    """In transformers 5 they are one 3-D parameter; replacing its linears alone would leave them dense."""
+    save_model(FOREIGN[name](), tmp_path)
+    model = load_model(tmp_path)
+    reports = [report for report in model.layer_reports() if ".experts." in report.name]
+    E = 4 if name == "mixtral" else 5
+    assert len(reports) == 2 * 3 * E
+    assert {report.format for report in reports} == {"bitmap"}
+    assert len({report.name for report in reports}) == len(reports)
+    run = PagedRun(model)
+    run.step({"a": prompt(3, seed=1)})
+    # Every token goes through two experts, so the others of a layer are not multiplied by.
+    assert sum(model.linear_calls().values()) < len(model.layer_reports())
+
+
+def test_experts_of_another_layout_stay_dense_and_say_why(tmp_path: Path) -> None:
+    """A file that holds the 3-D parameters themselves: transformers multiplies by them, and so do we."""
+    saved = save_model(FOREIGN["mixtral"](), tmp_path)
+    state = dict(saved.reference.state_dict())
+    save_file({name: tensor.contiguous() for name, tensor in state.items()}, tmp_path / "model.safetensors")
+    tokens = prompt(9, seed=2)
+    model = load_model(tmp_path)
+    reports = [report for report in model.layer_reports() if ".experts." in report.name]
     assert {report.format for report in reports} == {"dense"}
-    assert all("3-D parameter" in report.reason for report in reports)
-    assert sum(report.N for report in reports) == 3 * 4 * (2 * 104 + 72)
+    assert all("not stored as one matrix for each expert" in report.reason for report in reports)
+    got = PagedRun(model).step({"a": tokens})["a"]
+    torch.testing.assert_close(got, reference_logits(saved.reference, tokens), rtol=0, atol=1e-4)
+
+
+def test_a_missing_expert_is_named(tmp_path: Path) -> None:
+    """transformers would load such a file with random values."""
+    save_model(FOREIGN["mixtral"](), tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    gone = next(name for name in tensors if name.endswith("experts.2.w3.weight"))
+    del tensors[gone]
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match="gate_up_proj"):
+        load_model(tmp_path)
 
 
 def test_linear_calls_are_counted(tmp_path: Path) -> None:

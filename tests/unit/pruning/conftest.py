@@ -13,13 +13,24 @@ from transformers import (
     AutoModelForCausalLM,
     GPT2Config,
     LlamaConfig,
+    MixtralConfig,
     OPTConfig,
     PreTrainedConfig,
     PreTrainedTokenizerFast,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 VOCABULARY = 259
+
+_MOE: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+}
 
 CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
     # K of 44 and 52 leaves padding bits in the bitmap; one head of keys serves two of queries.
@@ -62,6 +73,12 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
         num_attention_heads=2,
         word_embed_proj_dim=32,
         max_position_embeddings=128,
+    ),
+    "mixtral": lambda: MixtralConfig(
+        **_MOE, intermediate_size=20, num_local_experts=3, num_experts_per_tok=2, sliding_window=None
+    ),
+    "qwen3_moe": lambda: Qwen3MoeConfig(
+        **_MOE, intermediate_size=40, moe_intermediate_size=20, num_experts=4, num_experts_per_tok=2
     ),
     "gpt2": lambda: GPT2Config(vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=2, n_positions=64),
 }
