@@ -347,4 +347,10 @@ def _posts(model: type[BaseModel]) -> dict[str, Any]:
     # The routes read their bodies themselves (for the limit and for JSON's NaN), so the document is told.
     schema = {"$ref": f"#/components/schemas/{model.__name__}"}
     content = {"application/json": {"schema": schema}}
-    return {"openapi_extra": {"requestBody": {"required": True, "content": content}}, "responses": _ERRORS}
+    responses = dict(_ERRORS)
+    if issubclass(model, GenerationRequest):
+        responses[200] = {
+            "description": "The whole answer, or with `stream` a server-sent event for each part of it.",
+            "content": {"text/event-stream": {"schema": {"type": "string"}}},
+        }
+    return {"openapi_extra": {"requestBody": {"required": True, "content": content}}, "responses": responses}

@@ -182,6 +182,23 @@ async def test_the_openapi_document_describes_the_bodies(client):
     assert "temperature" in schema["properties"]
 
 
+@pytest.mark.parametrize(
+    ("path", "types"),
+    [
+        ("/v1/completions", {"application/json", "text/event-stream"}),
+        ("/v1/chat/completions", {"application/json", "text/event-stream"}),
+        ("/tokenize", {"application/json"}),
+    ],
+)
+async def test_the_openapi_document_names_every_type_of_an_answer(client, path, types):
+    document = (await client.get("/openapi.json")).json()
+
+    answers = document["paths"][path]["post"]["responses"]
+    assert answers["200"]["content"].keys() == types
+    assert "$ref" in answers["200"]["content"]["application/json"]["schema"]
+    assert answers["default"]["content"].keys() == {"application/json"}
+
+
 async def test_a_taken_port_is_a_clear_error(server):
     host, port = server.address
 
