@@ -46,16 +46,23 @@ RUN pip install --target /opt/build scikit-build-core==1.0.* cmake==4.* ninja==1
            'nvidia-nvvm==13.0.*' 'nvidia-cuda-runtime==13.0.*' 'nvidia-cuda-cccl==13.0.*' \
          && find /opt/build/nvidia -path '*/bin/*' -type f -exec chmod +x {} +; \
        fi
-ENV PYTHONPATH=/opt/build PATH=/opt/build/bin:/opt/build/nvidia/cu13/bin:$PATH
+ENV PATH=/opt/build/bin:/opt/build/nvidia/cu13/bin:$PATH
 
 WORKDIR /src
 COPY pyproject.toml README.md LICENSE NOTICE ./
 COPY kernels_ext kernels_ext
 COPY service service
+# The wheel is built with the build tools in sight and installed without: pip would take what lies there for
+# installed, and the image would lack it.
 RUN if [ "${DEVICE}" = gpu ]; then cuda=ON; else cuda=OFF; fi \
-    && pip install --no-build-isolation . \
+    && PYTHONPATH=/opt/build pip wheel --no-build-isolation --no-deps --wheel-dir /opt/wheel . \
          --config-settings "cmake.define.KERNELS_CUDA=${cuda}" \
          --config-settings "cmake.define.CMAKE_CUDA_ARCHITECTURES=${CUDA_ARCHITECTURES}"
+RUN pip install /opt/wheel/*.whl && pip check
+# What is in the image, as a CycloneDX bill of materials; the tool that writes it is not.
+RUN pip install --target /opt/sbom cyclonedx-bom==7.* \
+    && PYTHONPATH=/opt/sbom python -m cyclonedx_py environment --output-reproducible \
+         --output-file /opt/lacunar/sbom.cdx.json /opt/lacunar/bin/python
 
 
 FROM ${BASE} AS runtime
