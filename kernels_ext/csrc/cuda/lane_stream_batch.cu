@@ -27,7 +27,7 @@ constexpr int kMinStages = 2;
 // Warps of a block whose threads have registers for that many token tiles of 8, without spilling: a lane has 8
 // accumulators for each, and 65536 registers are shared out.
 constexpr int max_warps(int group_tiles, int token_tiles) {
-  if (token_tiles <= 4) return 16;
+  if (token_tiles <= 4) return group_tiles == 2 ? 12 : 16;
   if (token_tiles <= 8) return group_tiles == 2 ? 12 : 8;
   return 8;
 }
