@@ -128,7 +128,7 @@ class ToolCallParser:
     """Tells calls from text in output that arrives in pieces. What may still become a call is held back.
 
     A piece that looks like a call and is none in the end (no JSON, no name, a function that was not offered)
-    comes out as the text it was. Blank text after a call is dropped.
+    comes out as the text it was. Blank text between calls and at the end, after a call, is dropped.
 
     Args:
         tool_format: how calls are written.
@@ -143,6 +143,8 @@ class ToolCallParser:
         self._held = ""
         self._inside = False
         self._started = False
+        self._after_call = False
+        self._blank = ""
         self.calls: list[ToolCall] = []
 
     def feed(self, text: str) -> tuple[str, list[ToolCall]]:
@@ -158,11 +160,16 @@ class ToolCallParser:
                 block = self._held[:end]
                 self._held = self._held[end + len(self._format.end) :]
                 self._inside = False
-                shown += self._take(block, found, self._format.begin + block + self._format.end)
+                before = len(found)
+                shown += self._visible(
+                    self._take(block, found, self._format.begin + block + self._format.end)
+                )
+                if len(found) > before:
+                    self._after_call, self._blank = True, ""
                 continue
             begin = self._held.find(self._format.begin)
             if begin >= 0:
-                shown += self._held[:begin]
+                shown += self._visible(self._held[:begin])
                 self._held = self._held[begin + len(self._format.begin) :]
                 self._inside, self._bare = True, False
                 continue
@@ -172,10 +179,10 @@ class ToolCallParser:
                     break  # the whole output may be a call; its end decides
             keep = _open_suffix(self._held, self._format.begin)
             cut = len(self._held) - keep
-            shown += self._held[:cut]
+            shown += self._visible(self._held[:cut])
             self._held = self._held[cut:]
             break
-        return self._visible(shown), found
+        return shown, found
 
     def flush(self) -> tuple[str, list[ToolCall]]:
         """The output is complete."""
@@ -190,8 +197,13 @@ class ToolCallParser:
         return self._visible(shown), found
 
     def _visible(self, text: str) -> str:
-        if self.calls and not text.strip():
-            return ""
+        # Blank text after a call waits for what comes next: before a word it is shown, else dropped.
+        if self._after_call:
+            text, self._blank = self._blank + text, ""
+            if not text.strip():
+                self._blank = text
+                return ""
+            self._after_call = False
         self._started = self._started or bool(text)
         return text
 
