@@ -92,6 +92,6 @@ VOLUME ["/models"]
 EXPOSE 8000
 # Readiness needs the model; a large one takes its time to load.
 HEALTHCHECK --interval=10s --timeout=3s --start-period=300s --retries=3 \
-  CMD ["python", "-c", "import urllib.request as r; r.urlopen('http://127.0.0.1:8000/livez', timeout=2)"]
+  CMD ["python", "-c", "import os, urllib.request as r; r.urlopen(f'http://127.0.0.1:{os.environ[\"LACUNAR_PORT\"]}/livez', timeout=2)"]
 ENTRYPOINT ["tini", "--", "lacunar"]
 CMD ["serve", "/models/model"]

@@ -73,14 +73,12 @@ check() {
   local user=$1 port=$2 name="lacunar-$device-$2" begin=$SECONDS
   local run=(podman "${store[@]}" --cgroup-manager cgroupfs --runtime runc)
   # podman asks for higher limits than a machine without CAP_SYS_RESOURCE may give; crun refuses hybrid cgroups.
-  # Without systemd podman has no timer for a health check, so the image's command is given without one.
-  local healthcheck
-  healthcheck=$("${run[@]}" image inspect --format '{{json .HealthCheck.Test}}' "$image")
+  # Without systemd podman has no timer for a health check, so the image's own command is run below.
   # shellcheck disable=SC2064  # the values of now
   trap "${run[*]} logs $name; ${run[*]} rm --force --time 5 $name >/dev/null" EXIT
   "${run[@]}" run --detach --name "$name" --read-only --read-only-tmpfs=false --cap-drop=ALL \
     --security-opt no-new-privileges --ulimit "nofile=$(ulimit -Hn)" --ulimit nproc=4096 --network host --user "$user" \
-    --health-cmd "$healthcheck" --health-interval disable \
+    --no-healthcheck \
     --tmpfs /tmp:mode=1777 --tmpfs /var/cache/lacunar:mode=1777 --volume "$model:/models/model:ro" \
     --env LACUNAR_HOST=127.0.0.1 --env "LACUNAR_PORT=$port" --env LACUNAR_DEVICE=cpu "$image" >/dev/null
   timeout 180 bash -c "until curl --silent --fail http://127.0.0.1:$port/readyz >/dev/null; do read -rt 0.5 <> <(:) || :; done"
@@ -97,7 +95,12 @@ print(len(parts), \"components in the bill of materials\")"
   curl --silent --fail "http://127.0.0.1:$port/metrics" >"$work/metrics-$port.txt"
   grep -E '^lacunar_(requests_total|build_info)' "$work/metrics-$port.txt"
   grep -qx 'lacunar_requests_total{endpoint="completions"} 1.0' "$work/metrics-$port.txt"
-  "${run[@]}" healthcheck run "$name" && echo "healthcheck: healthy"
+  local healthcheck
+  mapfile -d '' -t healthcheck < <("${run[@]}" image inspect --format '{{json .HealthCheck.Test}}' "$image" |
+    python3 -c 'import json, sys; print(*json.load(sys.stdin)[1:], sep="\0", end="\0")')
+  ((${#healthcheck[@]} > 1))
+  "${run[@]}" exec "$name" "${healthcheck[@]}"
+  echo "healthcheck: healthy"
   "${run[@]}" stop --time 60 "$name" >/dev/null
   local status
   status=$("${run[@]}" inspect --format '{{.State.ExitCode}}' "$name")

@@ -72,6 +72,20 @@ def test_image_sets_only_known_variables():
         assert name.lower() in Settings.model_fields
 
 
+def test_health_check_follows_the_port():
+    """A container that is told to listen elsewhere must not be restarted for being unhealthy."""
+    command = re.search(r"^HEALTHCHECK .*\\\n\s*CMD (.+)$", DOCKERFILE, flags=re.MULTILINE)
+
+    assert command
+    assert "LACUNAR_PORT" in json.loads(command[1])[-1]
+
+
+def test_shipped_environment_is_installed_without_the_build_tools_in_sight():
+    """pip takes what lies on PYTHONPATH for installed: `packaging` was once missing from the image."""
+    assert not re.search(r"^ENV .*PYTHONPATH=", DOCKERFILE, flags=re.MULTILINE)
+    assert re.search(r"^RUN pip install \S+\.whl && pip check$", DOCKERFILE, flags=re.MULTILINE)
+
+
 def test_image_runs_as_an_ordinary_user():
     """The last USER line of the Dockerfile counts."""
     users = re.findall(r"^USER (\S+)", DOCKERFILE, flags=re.MULTILINE)
